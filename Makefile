@@ -2,6 +2,7 @@
 
 SHELL := /bin/bash
 BIN := .venv/bin
+# Somebody's PYTHONPATH must not decide which packages are tested.
 export PYTHONPATH :=
 ARGS ?=
 
