@@ -1,0 +1,1 @@
+"""kvdisk: keeps vLLM's KV cache on the host and on local NVMe."""
