@@ -1,0 +1,134 @@
+"""Slots: which units of the arena hold which chunk.
+
+The arena is a ring of fixed units, cut into runs that are free or hold one chunk's slot. A hand sweeps it: to place a
+chunk it joins neighbouring runs that are free, or may be given up and were not used since the hand passed (CLOCK, the
+approximation of LRU in every page cache), until the chunk fits. So chunks of any size share one arena without
+fragmenting it for good, and chunks placed one after another are neighbours, which makes their I/O one large request.
+
+Knows only units and owners: what may be given up, the owner says. The same run is the same slot on every rank.
+"""
+
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+
+class Owner(Protocol):
+    """What a slot holds."""
+
+    used: bool  # since the hand last passed; the arena clears it
+
+    def can_evict(self) -> bool:
+        """Whether the slot may be given up now."""
+
+
+OwnerT = TypeVar("OwnerT", bound=Owner)
+
+
+class Run(Generic[OwnerT]):
+    """A run of units: free (`owner` is None) or one slot. Runs form a ring in address order."""
+
+    __slots__ = ("next", "owner", "previous", "start", "units")
+
+    def __init__(self, start: int, units: int) -> None:
+        self.start = start
+        self.units = units
+        self.owner: OwnerT | None = None
+        self.next: Run[OwnerT] = self
+        self.previous: Run[OwnerT] = self
+
+
+class Arena(Generic[OwnerT]):
+    """`unit_count` units; slots start and end at multiples of `granule` units (the direct-I/O alignment)."""
+
+    def __init__(self, unit_count: int, granule: int = 1) -> None:
+        if unit_count < granule:
+            raise ValueError(f"an arena of {unit_count} units holds no slot of {granule}; give it more bytes")
+        self.unit_count = unit_count - unit_count % granule
+        self.free_units = self.unit_count
+        self._granule = granule
+        self._hand: Run[OwnerT] = Run(0, self.unit_count)
+        self._run_count = 1
+
+    def allocate(self, units: int, owner: OwnerT, evicted: list[OwnerT]) -> Run[OwnerT] | None:
+        """Place `owner` in `units` units, or None if no run can be made free.
+
+        Owners that lost their slot for it are appended to `evicted`, also when the sweep ends in None (it gives
+        nothing up unless it succeeds, so then there are none).
+        """
+        assert units > 0
+        units = -(-units // self._granule) * self._granule
+        window = self._sweep(units)
+        if window is None:
+            return None
+        run = window[0]
+        for taken in window:
+            if taken.owner is not None:
+                evicted.append(taken.owner)
+                self._set_free(taken)
+        for taken in window[1:]:
+            self._absorb(run, taken)
+        if run.units > units:
+            self._split(run, units)
+        run.owner = owner
+        self.free_units -= units
+        self._hand = run.next
+        return run
+
+    def release(self, run: Run[OwnerT]) -> None:
+        """Free a slot; joined with free neighbours, so that the sweep stays short."""
+        assert run.owner is not None
+        self._set_free(run)
+        following, previous = run.next, run.previous
+        if following is not run and following.owner is None and following.start > run.start:
+            self._absorb(run, following)
+        if previous is not run and previous.owner is None and previous.start < run.start:
+            self._absorb(previous, run)
+
+    def owners(self) -> Iterator[OwnerT]:
+        """Every owner, in ring order from the hand."""
+        run = self._hand
+        for _ in range(self._run_count):
+            if run.owner is not None:
+                yield run.owner
+            run = run.next
+
+    def _sweep(self, units: int) -> list[Run[OwnerT]] | None:
+        """Neighbouring runs from the hand on that may be taken and hold `units`; two rounds, for the second chance."""
+        window: list[Run[OwnerT]] = []
+        total = 0
+        run = self._hand
+        for _ in range(2 * self._run_count + 1):
+            if window and run.start < window[-1].start:  # the ring closes: memory is not contiguous here
+                window, total = [], 0
+            owner = run.owner
+            if owner is not None and (owner.used or not owner.can_evict()):
+                owner.used = False
+                window, total = [], 0
+            else:
+                window.append(run)
+                total += run.units
+                if total >= units:
+                    return window
+            run = run.next
+        return None
+
+    def _set_free(self, run: Run[OwnerT]) -> None:
+        run.owner = None
+        self.free_units += run.units
+
+    def _absorb(self, run: Run[OwnerT], following: Run[OwnerT]) -> None:
+        assert run.next is following and run.start + run.units == following.start
+        run.units += following.units
+        run.next = following.next
+        following.next.previous = run
+        self._run_count -= 1
+        if self._hand is following:
+            self._hand = run
+
+    def _split(self, run: Run[OwnerT], units: int) -> None:
+        rest: Run[OwnerT] = Run(run.start + units, run.units - units)
+        run.units = units
+        rest.next, rest.previous = run.next, run
+        run.next.previous = rest
+        run.next = rest
+        self._run_count += 1

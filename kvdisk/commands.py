@@ -1,0 +1,142 @@
+"""What the metadata plane asks of the data plane, and what it hears back: plain data, so it could cross a process.
+
+Every command gets exactly one `Completion` by its deadline. If that one is `late` (the kernel still holds the buffers),
+a second one with `settled` follows when the kernel gave them back; until then slots and segment stay in use.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvdisk.layout import SegmentHeader
+
+
+class SegmentFile(NamedTuple):
+    """Which file: `root` indexes the store's roots, `index` names the file in it and is unique over all roots."""
+
+    root: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSegment:
+    """Make a file ready for packs: create and preallocate it, or recycle it in place; then write its header."""
+
+    id: int
+    file: SegmentFile
+    header: SegmentHeader
+    recycle: bool
+
+
+class PackChunk(NamedTuple):
+    """A chunk to be written: its slot's first unit, the live bytes of each part, and what its header entry says."""
+
+    unit: int
+    parts: tuple[int, ...]
+    key: bytes
+    parent: bytes
+    group: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class WritePack:
+    """Checksum the chunks' slots and write them at `offset` as one pack."""
+
+    id: int
+    file: SegmentFile
+    header: SegmentHeader
+    offset: int
+    sequence: int
+    chunks: tuple[PackChunk, ...]
+
+
+class ReadItem(NamedTuple):
+    """A chunk to be read: where its payload starts, its parts, what it must hash to, and its slot's first unit."""
+
+    offset: int
+    parts: tuple[int, ...]
+    checksum: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChunks:
+    """Read neighbouring payloads of one segment into slots and verify each."""
+
+    id: int
+    file: SegmentFile
+    items: tuple[ReadItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SealSegment:
+    """Write the footer (it ends where the segment ends)."""
+
+    id: int
+    file: SegmentFile
+    offset: int
+    footer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEpoch:
+    """Make the namespace's new epoch durable on every root."""
+
+    id: int
+    epoch: int
+
+
+Command = OpenSegment | WritePack | ReadChunks | SealSegment | WriteEpoch
+
+
+@dataclass(slots=True)
+class Completion:
+    """The result of command `id`.
+
+    error: 0, or the errno that ended it. late: the deadline passed, buffers are still in use. settled: they are free
+    now; the command's own completion came before. verified: one bool an item of ReadChunks; True only where the bytes
+    arrived and matched. pack_header: of WritePack, the unpadded header as written. checksums: of its chunks.
+    """
+
+    id: int
+    error: int = 0
+    late: bool = False
+    settled: bool = False
+    verified: list[bool] = field(default_factory=list)
+    pack_header: bytes = b""
+    checksums: list[int] = field(default_factory=list)
+
+
+class ScannedChunk(NamedTuple):
+    """One chunk found at recovery; see ENTRY_DTYPE for the fields."""
+
+    key: bytes
+    parent: bytes
+    group: int
+    position: int
+    offset: int  # in the segment
+    stored_bytes: int
+    live_bytes: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class ScannedPack:
+    """One pack found at recovery; `raw` is its unpadded header, kept where the segment is still open."""
+
+    sequence: int
+    offset: int
+    pack_bytes: int
+    raw: bytes
+    chunks: list[ScannedChunk]
+
+
+@dataclass(slots=True)
+class ScannedSegment:
+    """One segment file found at recovery. header None: nothing in it is ours to keep, the file may be recycled."""
+
+    file: SegmentFile
+    header: SegmentHeader | None
+    sealed: bool
+    packs: list[ScannedPack]
+    damaged: int = 0  # headers that should have been readable and were not

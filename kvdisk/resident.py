@@ -1,0 +1,62 @@
+"""A chunk that has a slot: its life from the first byte in the slot to the slot's reuse.
+
+    FILLING -> DIRTY -> FLUSHING -> CLEAN -> (slot reused)
+    LOADING ----------------------> CLEAN
+
+FILLING: somebody is writing the slot. DIRTY: complete, a hit, waits to be flushed. FLUSHING: in a pack in flight.
+LOADING: being read from disk, not yet verified. CLEAN: a hit whose slot may be given up unless pinned; it is on disk if
+the index knows it, and otherwise (the disk refused it) lives in memory only.
+"""
+
+from enum import Enum, auto
+
+from kvdisk.arena import Run
+
+
+class State(Enum):
+    """See the module's docstring."""
+
+    FILLING = auto()
+    LOADING = auto()
+    DIRTY = auto()
+    FLUSHING = auto()
+    CLEAN = auto()
+
+
+class Resident:
+    """One chunk in one slot.
+
+    parts: live bytes on each rank; a rank may have none. position: end in tokens. parent: key of its prefix or b"".
+    pins: reasons to keep the slot. forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O.
+    """
+
+    __slots__ = ("forgotten", "group", "key", "parent", "parts", "pins", "position", "retries", "run", "state", "used")
+
+    def __init__(
+        self, key: bytes, group: int, parts: tuple[int, ...], position: int, parent: bytes, state: State
+    ) -> None:
+        self.key = key
+        self.group = group
+        self.parts = parts
+        self.position = position
+        self.parent = parent
+        self.state = state
+        self.pins = 0
+        self.used = False
+        self.forgotten = False
+        self.retries = 0
+        self.run: Run[Resident]
+
+    def can_evict(self) -> bool:
+        """Whether the slot may be given up now."""
+        return self.state is State.CLEAN and self.pins == 0
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether the slot holds the chunk's whole and verified bytes."""
+        return self.state in (State.DIRTY, State.FLUSHING, State.CLEAN)
+
+    @property
+    def live_bytes(self) -> int:
+        """Over all ranks."""
+        return sum(self.parts)

@@ -1,0 +1,147 @@
+"""Segments: which files exist, where the next pack goes, and which segment is given up when space is needed.
+
+Invariants:
+- A segment is written front to back and never before its header is on disk; packs and footer never overlap.
+- A segment is recycled only when it has no reader and no writer, and only after its chunks left the index.
+- A segment that holds the newer version of an overwritten key is never recycled before the segment with the older one:
+  otherwise the older bytes would come back at the next recovery.
+Pure: decides, touches no file.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvdisk import layout
+from kvdisk.commands import SegmentFile
+from kvdisk.layout import SegmentHeader
+
+
+class SegmentState(Enum):
+    """OPENING -> OPEN -> SEALED -> (recycled) OPENING; EMPTY: a file without anything to keep; LOST: unusable."""
+
+    OPENING = auto()
+    OPEN = auto()
+    SEALED = auto()
+    EMPTY = auto()
+    LOST = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """One file and its current use."""
+
+    file: SegmentFile
+    state: SegmentState
+    header: SegmentHeader | None = None
+    tail: int = 0  # where the next pack goes
+    pack_headers: dict[int, bytes] = field(default_factory=dict)  # offset -> unpadded header, while open
+    raw_header_bytes: int = 0  # of all packs, in flight ones included: what the footer must hold
+    payload_bytes: int = 0  # live bytes ever written into this use of the file
+    readers: int = 0
+    writers: int = 0
+    last_used: int = 0
+    closing: bool = False  # no further packs; sealed when the last writer is done
+    older: set[int] = field(default_factory=set)  # segments with older versions of keys in this one
+
+    @property
+    def idle(self) -> bool:
+        """No I/O in flight that could touch it."""
+        return self.readers == 0 and self.writers == 0
+
+    def room(self, pack_raw_bytes: int) -> int:
+        """Bytes a pack may take here if its unpadded header has `pack_raw_bytes`."""
+        assert self.header is not None
+        footer = layout.footer_bytes(self.raw_header_bytes + pack_raw_bytes, self.header.alignment)
+        return self.header.segment_bytes - footer - self.tail
+
+
+@dataclass(eq=False, slots=True)
+class Root:
+    """One directory (disk): its segments and whether it takes new ones."""
+
+    index: int
+    segments_max: int
+    segments: list[Segment] = field(default_factory=list)
+    current: Segment | None = None
+    full_until: float = 0.0  # the disk refused space; no new file before this time
+    broken_until: float = 0.0  # writes keep failing; no write before this time
+    failures: int = 0  # writes that failed since the last that did not
+    inflight_bytes: int = 0
+
+
+class SegmentTable:
+    """All segments over all roots."""
+
+    def __init__(self, segments_max: tuple[int, ...]) -> None:
+        self.roots = [Root(index, count) for index, count in enumerate(segments_max)]
+        self._by_index: dict[int, Segment] = {}
+        self._next_index = 0
+        self._clock = 0  # counts uses, not time
+
+    def __getitem__(self, index: int) -> Segment:
+        return self._by_index[index]
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._by_index.values())
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+    def adopt(self, segment: Segment) -> None:
+        """Take in a segment found at recovery."""
+        self._by_index[segment.file.index] = segment
+        self.roots[segment.file.root].segments.append(segment)
+        self._next_index = max(self._next_index, segment.file.index + 1)
+
+    def new_file(self, root: Root) -> Segment:
+        """A segment in a file that is yet to be created."""
+        segment = Segment(SegmentFile(root.index, self._next_index), SegmentState.EMPTY)
+        self.adopt(segment)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Forget a file that could not be created."""
+        del self._by_index[segment.file.index]
+        self.roots[segment.file.root].segments.remove(segment)
+        for other in self:
+            other.older.discard(segment.file.index)
+
+    def touch(self, segment_index: int) -> None:
+        """Note a use."""
+        self._clock += 1
+        self._by_index[segment_index].last_used = self._clock
+
+    def victim(self, root: Root, live_bytes: dict[int, int]) -> Segment | None:
+        """The segment to recycle: an empty one, else the least recently used, where dead bytes age a segment.
+
+        Args:
+            root: where space is needed.
+            live_bytes: segment index -> bytes of chunks still indexed there.
+        """
+        takeable = (SegmentState.SEALED, SegmentState.EMPTY)
+
+        def age(segment: Segment) -> tuple[bool, float]:
+            live = live_bytes.get(segment.file.index, 0)
+            if segment.state is SegmentState.EMPTY or live == 0:
+                return (False, segment.last_used)
+            dead = 1 - live / max(live, segment.payload_bytes)
+            return (True, segment.last_used - dead * (self._clock - segment.last_used))
+
+        for segment in sorted((s for s in root.segments if s.idle and s.state in takeable), key=age):
+            first = self._oldest_version(segment)
+            if first.idle and first.state in takeable and first.file.root == root.index:
+                return first
+        return None
+
+    def _oldest_version(self, segment: Segment) -> Segment:
+        """`segment`, or the one that must go before it because it holds older versions of its keys."""
+        seen = {segment.file.index}
+        while older := [self._by_index[i] for i in segment.older if i not in seen and self._holds_packs(i)]:
+            segment = min(older, key=lambda s: s.last_used)
+            seen.add(segment.file.index)
+        return segment
+
+    def _holds_packs(self, index: int) -> bool:
+        other = self._by_index.get(index)
+        return other is not None and other.state in (SegmentState.SEALED, SegmentState.OPEN)

@@ -1,0 +1,456 @@
+"""Flushing: dirty chunks become packs, packs fill segments, full segments are sealed, old ones recycled.
+
+What must hold:
+- A chunk enters the index only when its pack was written without error, with the checksums of that write.
+- Space is reserved before it is used: a pack and the footer its segment will need fit, or it is not issued.
+- A disk that refuses space costs one retry in a recycled segment; a disk that fails `FAILURES_MAX` writes in a row is
+  left alone until a probe interval has passed. Chunks that could not be flushed stay hits as long as they have a slot.
+Pure: `pump` is told the time, commands go out and completions come back as data.
+"""
+
+import errno
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+
+from kvdisk import layout
+from kvdisk.commands import Command, Completion, OpenSegment, PackChunk, SealSegment, WritePack
+from kvdisk.index import Extent, Index
+from kvdisk.layout import SegmentHeader
+from kvdisk.plan import pack_length, pack_size, stored_bytes
+from kvdisk.resident import Resident, State
+from kvdisk.segments import Root, Segment, SegmentState, SegmentTable
+
+PACK_BYTES_MAX = 32 << 20
+"""Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
+
+PACKS_INFLIGHT = 2
+"""A root: one pack is being hashed while another is on its way; what waits meanwhile makes the next pack larger."""
+
+FAILURES_MAX = 16
+PROBE_INTERVAL_S = 30.0
+FULL_INTERVAL_S = 30.0
+REWRITE_FRACTION_MAX = 0.1
+"""Heads written again may add this much to the bytes written: a write amplification of 1.1 at most."""
+
+PREOPEN_SEGMENTS_MIN = 16
+"""Roots with fewer segments hold none ready ahead: it would cost them too large a share of their capacity."""
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """What every segment of this namespace instance has in common. Sizes in bytes."""
+
+    alignment: int
+    segment_bytes: int
+    fingerprint: bytes
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """Counters since open; bytes are live bytes unless they say otherwise."""
+
+    bytes_flushed: int = 0
+    bytes_rewritten: int = 0
+    bytes_written: int = 0  # packs, as sent to the disk
+    chunks_flushed: int = 0
+    chunks_not_flushed: int = 0
+    chunks_evicted: int = 0
+    segments_recycled: int = 0
+    writes_failed: int = 0
+    writes_no_space: int = 0
+
+
+class Writer:
+    """Owns the dirty queue and the segments; fills the index.
+
+    Args:
+        config: of all segments.
+        index: where flushed chunks are entered and evicted ones dropped.
+        table: the segments.
+        rng: source of the segments' nonces.
+        new_id: gives command ids.
+        resident_of: the resident of a key, if it has one and it is not forgotten.
+        settle: called with a resident whose pack ended (or that was dropped unflushed) after its state was set.
+        on_indexed: called with keys that entered the index.
+        on_dropped: called with keys that left the index because their segment was evicted.
+    """
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        index: Index,
+        table: SegmentTable,
+        *,
+        rng: Random,
+        new_id: Callable[[], int],
+        resident_of: Callable[[bytes], Resident | None],
+        settle: Callable[[Resident], None],
+        on_indexed: Callable[[list[bytes]], None],
+        on_dropped: Callable[[list[bytes]], None],
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.table = table
+        self.stats = WriterStats()
+        self.epoch = 0
+        self.next_sequence = 1  # of segments
+        self.next_pack_sequence = 1
+        self._rng = rng
+        self._new_id = new_id
+        self._resident_of = resident_of
+        self._settle = settle
+        self._on_indexed = on_indexed
+        self._on_dropped = on_dropped
+        self._dirty: deque[Resident] = deque()
+        self._ahead: dict[int, Segment] = {}  # root -> the segment opened before it is needed
+        self._packs: dict[int, tuple[WritePack, list[Resident]]] = {}
+        self._opening: dict[int, tuple[OpenSegment, Segment]] = {}
+        self._sealing: dict[int, Segment] = {}
+        self._out: list[Command] = []
+
+    # ---- what the store calls
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is unflushed or on its way."""
+        return bool(self._dirty or self._packs or self._sealing)
+
+    def add(self, residents: Iterable[Resident]) -> None:
+        """Queue complete chunks; neighbours in this order become neighbours on disk."""
+        for resident in residents:
+            resident.state = State.DIRTY
+            self._dirty.append(resident)
+
+    def pump(self, now: float) -> list[Command]:
+        """The commands that can be issued at `now` (seconds, of any monotonic clock)."""
+        if self._dirty:
+            for root in self.table.roots:
+                self._prepare(root, now)
+            while self._dirty and (ready := self._ready_root(now)) is not None:
+                self._issue_pack(ready)
+                self._prepare(ready, now)
+            if self._dirty and not self._can_hope(now):
+                self._give_up()
+        out, self._out = self._out, []
+        return out
+
+    def complete(self, completion: Completion, now: float) -> bool:
+        """Take a completion if it is of a command from here; whether it was."""
+        if completion.id in self._packs:
+            self._pack_done(completion, now)
+        elif completion.id in self._opening:
+            self._open_done(completion, now)
+        elif completion.id in self._sealing:
+            self._seal_done(completion)
+        else:
+            return False
+        return True
+
+    def reset(self, epoch: int) -> None:
+        """Start a new epoch: nothing written so far counts any more. The caller forgets residents and index."""
+        self.epoch = epoch
+        while self._dirty:
+            self._keep_in_memory(self._dirty.popleft())
+        self._ahead.clear()
+        for root in self.table.roots:
+            root.current = None
+        for segment in self.table:
+            if segment.state in (SegmentState.OPEN, SegmentState.SEALED):
+                _empty(segment)
+
+    # ---- segments
+
+    def _prepare(self, root: Root, now: float) -> None:
+        """See that the root has an open segment, and the next one ready when this one is half full."""
+        if now < root.broken_until:
+            return
+        if root.current is None:
+            root.current = self._ahead.pop(root.index, None) or self._open(root, now)
+        current = root.current
+        wants_next = root.segments_max >= PREOPEN_SEGMENTS_MIN and root.index not in self._ahead
+        half = self.config.segment_bytes // 2
+        if wants_next and current is not None and current.state is SegmentState.OPEN and current.tail > half:
+            following = self._open(root, now)
+            if following is not None:
+                self._ahead[root.index] = following
+
+    def _open(self, root: Root, now: float) -> Segment | None:
+        """Issue the opening of a segment: an empty file, else a new one, else the one that eviction gives up."""
+        segment = next((s for s in root.segments if s.state is SegmentState.EMPTY and s.idle), None)
+        recycle = True
+        if segment is None and len(root.segments) < root.segments_max and now >= root.full_until:
+            segment, recycle = self.table.new_file(root), False
+        elif segment is None:
+            segment = self.table.victim(root, self.index.live_of_segment)
+            if segment is None:
+                return None
+            self._evict(segment)
+        config = self.config
+        nonce = self._rng.getrandbits(64)
+        segment.header = SegmentHeader(
+            config.alignment, config.segment_bytes, self.next_sequence, nonce, self.epoch, config.fingerprint
+        )
+        self.next_sequence += 1
+        segment.state = SegmentState.OPENING
+        segment.tail = config.alignment
+        segment.writers += 1
+        command = OpenSegment(self._new_id(), segment.file, segment.header, recycle)
+        self._opening[command.id] = (command, segment)
+        self._out.append(command)
+        return segment
+
+    def _open_done(self, completion: Completion, now: float) -> None:
+        command, segment = self._opening[completion.id]
+        root = self.table.roots[segment.file.root]
+        if not completion.late:
+            del self._opening[completion.id]
+            segment.writers -= 1
+        if completion.settled:
+            _empty(segment)
+            return
+        if completion.error == 0 and command.header.epoch == self.epoch:
+            segment.state = SegmentState.OPEN
+            self.table.touch(segment.file.index)
+            return
+        if root.current is segment:
+            root.current = None
+        if self._ahead.get(root.index) is segment:
+            del self._ahead[root.index]
+        if completion.error == 0:
+            _empty(segment)  # opened for an epoch that has ended
+            return
+        segment.state = SegmentState.LOST  # never tried again, and until a late open settles nobody may touch it
+        if completion.error in _NO_SPACE:
+            self.stats.writes_no_space += 1
+            root.full_until = now + FULL_INTERVAL_S
+        else:
+            self._count_failure(root, now)
+        if not completion.late and (not command.recycle or completion.error == errno.ENOENT):
+            self.table.remove(segment)  # no file of ours is behind it
+
+    def _evict(self, victim: Segment) -> None:
+        """Empty the index of a segment's chunks; save the heads that others need, where that is allowed."""
+        number = victim.file.index
+        gone: list[bytes] = []
+        for chain in self._needed_chains(number):
+            for key in chain:
+                if self.index.segment_of(key) == number and not self._rewrite(key):
+                    gone += self.index.drop(key)
+        for key in self.index.keys_of_segment(number):
+            gone += self.index.drop(key)
+        self.index.forget_segment(number)
+        _empty(victim)
+        self.stats.segments_recycled += 1
+        self.stats.chunks_evicted += len(gone)
+        self._on_dropped(gone)
+
+    def _needed_chains(self, number: int) -> list[list[bytes]]:
+        """For each chunk that another segment's chunks need: it and its prefixes in this segment, top first."""
+        chains = []
+        for key in self.index.keys_of_segment(number):
+            if self.index.has_child_outside(key, number):
+                chain, up = [key], self.index.parent_of(key)
+                while up is not None and self.index.segment_of(up) == number:
+                    chain.append(up)
+                    up = self.index.parent_of(up)
+                chains.append(chain[::-1])
+        return chains
+
+    def _rewrite(self, key: bytes) -> bool:
+        """Queue a head again from its slot, if it has one and the write amplification allows; whether it is saved."""
+        resident = self._resident_of(key)
+        if resident is None or not resident.is_hit:
+            return False
+        if resident.state is State.CLEAN:
+            size = resident.live_bytes
+            if self.stats.bytes_rewritten + size > REWRITE_FRACTION_MAX * self.stats.bytes_flushed:
+                return False
+            self.stats.bytes_rewritten += size
+            self.add((resident,))
+        self.index.drop_only(key)
+        return True
+
+    # ---- packs
+
+    def _ready_root(self, now: float) -> Root | None:
+        """The root for the next pack: open, not broken, fewest bytes in flight."""
+        ready = [
+            root
+            for root in self.table.roots
+            if root.current is not None
+            and root.current.state is SegmentState.OPEN
+            and root.current.writers < PACKS_INFLIGHT
+            and now >= root.broken_until
+        ]
+        return min(ready, key=lambda root: root.inflight_bytes, default=None)
+
+    def _can_hope(self, now: float) -> bool:
+        """Whether some root will take packs soon."""
+        for root in self.table.roots:
+            waits = root.current is not None or any(not s.idle for s in root.segments)
+            if now >= root.broken_until and waits:
+                return True
+        return False
+
+    def _give_up(self) -> None:
+        """No root takes writes: what waits stays in memory only, so that its slots can be used again."""
+        while self._dirty:
+            self._keep_in_memory(self._dirty.popleft())
+
+    def _keep_in_memory(self, resident: Resident) -> None:
+        resident.state = State.CLEAN
+        self.stats.chunks_not_flushed += not resident.forgotten
+        self._settle(resident)
+
+    def _next_batch(self) -> list[Resident]:
+        """The first dirty chunks, at most a pack's worth; they stay queued."""
+        batch: list[Resident] = []
+        size = 0
+        for resident in islice(self._dirty, layout.ENTRY_COUNT_MAX):
+            size += stored_bytes(resident.parts, self.config.alignment)
+            if batch and size > PACK_BYTES_MAX:
+                break
+            batch.append(resident)
+        return batch
+
+    def _issue_pack(self, root: Root) -> None:
+        segment = root.current
+        assert segment is not None and segment.header is not None
+        alignment = self.config.alignment
+        sizes = [stored_bytes(resident.parts, alignment) for resident in self._next_batch()]
+        count = pack_length(sizes, segment.room(0), alignment)
+        if count == 0:
+            root.current = None
+            self._close(segment)
+            return
+        taken = [self._dirty.popleft() for _ in range(count)]
+        chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
+        sequence = self.next_pack_sequence
+        self.next_pack_sequence += 1
+        command = WritePack(self._new_id(), segment.file, segment.header, segment.tail, sequence, chunks)
+        segment.tail += pack_size(sizes[:count], alignment)
+        segment.raw_header_bytes += layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * count
+        segment.writers += 1
+        root.inflight_bytes += self._bytes_of(command)
+        for resident in taken:
+            resident.state = State.FLUSHING
+        self._packs[command.id] = (command, taken)
+        self._out.append(command)
+
+    def _bytes_of(self, command: WritePack) -> int:
+        alignment = self.config.alignment
+        return pack_size([stored_bytes(chunk.parts, alignment) for chunk in command.chunks], alignment)
+
+    def _pack_done(self, completion: Completion, now: float) -> None:
+        command, residents = self._packs[completion.id]
+        segment = self.table[command.file.index]
+        root = self.table.roots[command.file.root]
+        if not completion.settled:
+            root.inflight_bytes -= self._bytes_of(command)
+            if completion.error == 0:
+                root.failures = 0
+                self.stats.bytes_written += self._bytes_of(command)
+                self._index_pack(command, residents, completion, segment)
+            else:
+                self._pack_failed(residents, segment, root, completion, now)
+        if not completion.late:
+            del self._packs[completion.id]
+            self._writer_left(segment)
+        if completion.settled:
+            for resident in residents:
+                resident.pins -= 1
+                self._settle(resident)
+
+    def _index_pack(
+        self, command: WritePack, residents: list[Resident], completion: Completion, segment: Segment
+    ) -> None:
+        """Enter a written pack's chunks, unless the epoch ended or a chunk was forgotten meanwhile."""
+        current = segment.header is command.header and segment.state in (SegmentState.OPEN, SegmentState.SEALED)
+        if current:
+            segment.pack_headers[command.offset] = completion.pack_header
+            self.table.touch(segment.file.index)
+        offset = command.offset + layout.pack_header_bytes(len(residents), self.config.alignment)
+        entered = []
+        for resident, check in zip(residents, completion.checksums, strict=True):
+            if current and not resident.forgotten:
+                older = self.index.segment_of(resident.key)
+                if older is not None and older != segment.file.index:
+                    segment.older.add(older)
+                extent = Extent(segment.file.index, offset, resident.live_bytes, check, resident.group)
+                self.index.add(resident.key, extent, resident.parent)
+                segment.payload_bytes += resident.live_bytes
+                self.stats.bytes_flushed += resident.live_bytes
+                entered.append(resident.key)
+            offset += stored_bytes(resident.parts, self.config.alignment)
+            resident.state = State.CLEAN
+            self._settle(resident)
+        self.stats.chunks_flushed += len(entered)
+        self._on_indexed(entered)
+
+    def _pack_failed(
+        self, residents: list[Resident], segment: Segment, root: Root, completion: Completion, now: float
+    ) -> None:
+        if root.current is segment:
+            root.current = None
+        self._close(segment)
+        retry = []
+        if completion.error in _NO_SPACE and not completion.late:
+            self.stats.writes_no_space += 1
+            root.full_until = now + FULL_INTERVAL_S
+            retry = [r for r in residents if r.retries == 0 and not r.forgotten]
+        else:
+            self._count_failure(root, now)
+        for resident in retry:
+            resident.retries += 1
+            resident.state = State.DIRTY
+        self._dirty.extendleft(reversed(retry))
+        for resident in residents:
+            if resident.state is State.FLUSHING:
+                resident.pins += int(completion.late)
+                self._keep_in_memory(resident)
+
+    def _count_failure(self, root: Root, now: float) -> None:
+        self.stats.writes_failed += 1
+        root.failures += 1
+        if root.failures >= FAILURES_MAX:
+            root.broken_until = now + PROBE_INTERVAL_S
+
+    def _writer_left(self, segment: Segment) -> None:
+        segment.writers -= 1
+        if segment.closing:
+            self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        """No more packs for this segment; seal it when its last write has ended."""
+        segment.closing = True
+        if segment.writers or segment.state is not SegmentState.OPEN:
+            return
+        assert segment.header is not None
+        headers = [raw for _, raw in sorted(segment.pack_headers.items())]
+        footer = layout.encode_footer(headers, segment.header)
+        segment.state = SegmentState.SEALED
+        segment.pack_headers.clear()
+        segment.writers += 1
+        command = SealSegment(self._new_id(), segment.file, self.config.segment_bytes - len(footer), footer)
+        self._sealing[command.id] = segment
+        self._out.append(command)
+
+    def _seal_done(self, completion: Completion) -> None:
+        """A footer that could not be written costs recovery a scan, nothing else."""
+        self.stats.writes_failed += int(completion.error != 0)
+        if not completion.late:
+            self._sealing.pop(completion.id).writers -= 1
+
+
+def _empty(segment: Segment) -> None:
+    """Nothing in the file counts any more; it is the first to be recycled."""
+    segment.state = SegmentState.EMPTY
+    segment.closing = False
+    segment.pack_headers.clear()
+    segment.raw_header_bytes = segment.payload_bytes = 0
+    segment.older.clear()
