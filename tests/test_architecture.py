@@ -28,6 +28,7 @@ LAYERS = {
     "kvdisk.policy": 2,
     "kvdisk.commands": 2,
     "kvdisk.segments": 2,
+    "kvdisk.resident": 2,
     "kvdisk.arena": 2,
     "kvdisk.memory": 2,
     "kvdisk.io": 2,
