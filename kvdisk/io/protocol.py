@@ -81,7 +81,11 @@ class Engine(Protocol):
         """Give up direct I/O for good, on every file of this engine; False when that has happened before."""
 
     def start(self, memories: Sequence[Memory]) -> None:
-        """Set up on the running event loop's thread; `memories` are worth registering. Raises EngineUnavailableError."""
+        """Set up on the running event loop's thread; `memories` are worth registering.
+
+        Raises:
+            EngineUnavailableError: it cannot run here; the text names the cause and the remedy.
+        """
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Start `ops`. More than the engine's depth is queued inside, in order."""

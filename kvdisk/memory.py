@@ -1,0 +1,275 @@
+"""Host memory for transfers: private or shared, on the largest pages that can be had, touched in before first use.
+
+Page size decides bandwidth and CPU cost more than anything else here: direct I/O pins and maps page by page, so 2 MiB
+pages make 1 MiB reads almost twice as fast as 4 KiB pages (docs/architecture.md has the figures).
+
+Invariants:
+- The address is aligned to 2 MiB and the mapping stays until the last view of it is gone, then it is unmapped. At
+  interpreter exit nothing is unmapped: the kernel, or a hung I/O thread, may still write there.
+- Every page is present when a function returns, so no first I/O pays for faults and no later access can fail.
+- Memory is not inherited by `fork` (private) and is not part of core dumps: prompts do not belong in them.
+
+Fails with `MemoryError` (the text names the size and the remedy), or `OSError` where the system refuses the call.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvdisk.io.protocol import Memory
+
+_HUGE_BYTES: Final = 2 << 20
+_PREFAULT_PIECE_BYTES: Final = 256 << 20
+_PREFAULT_THREADS_MAX: Final = 8
+
+# <linux/mman.h> and <asm-generic/mman-common.h>; Python's mmap module does not have these.
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MADV_POPULATE_WRITE: Final = 23
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def private_memory(size: int) -> Memory:
+    """Anonymous memory of this process alone, in transparent huge pages where the system allows them.
+
+    Args:
+        size: bytes wanted; rounded up to a multiple of 2 MiB.
+
+    Raises:
+        ValueError: `size` is not positive.
+        MemoryError: the system does not give that much.
+    """
+    size = _round_up(size)
+    memory = _map(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    # After fork the parent's pages are copied on write. The copy of a page under I/O goes to whoever writes first, and
+    # registered (pinned) pages are copied by fork itself: a child that never looks at the arena would double it.
+    _advise(memory, mmap.MADV_DONTFORK)
+    _advise(memory, mmap.MADV_HUGEPAGE)
+    _prefault(memory)
+    memory.pages = "huge (THP)" if _huge_bytes(memory) * 2 > size else "4 KiB"
+    return memory
+
+
+def shared_memory(size: int) -> tuple[Memory, int]:
+    """Memory that other processes can map: a sealed memfd on the best pages there are, and its descriptor.
+
+    In order of preference: a hugetlb pool with room, shared transparent huge pages, 4 KiB pages. `pages` says which.
+
+    Args:
+        size: bytes wanted; rounded up to a multiple of 2 MiB. The memfd has the rounded size and can neither shrink
+            nor grow, so a process that maps it cannot be killed by SIGBUS.
+
+    Returns:
+        The memory, and the descriptor (close-on-exec, owned by the caller; the memory stays when it is closed).
+
+    Raises:
+        ValueError: `size` is not positive.
+        MemoryError: the system does not give that much.
+    """
+    size = _round_up(size)
+    try:
+        return _shared(size, os.MFD_HUGETLB | os.MFD_HUGE_2MB, "huge (hugetlb)")
+    except (MemoryError, OSError):
+        pass  # No pool, no room in it, or a cgroup's limit on it: ordinary pages serve.
+    memory, fd = _shared(size, 0, "shared 4 KiB")
+    if _huge_bytes(memory) * 2 > size:
+        memory.pages = "shared huge"
+    return memory, fd
+
+
+def map_shared_memory(fd: int, size: int) -> Memory:
+    """Map the memfd of another process's `shared_memory`.
+
+    Args:
+        fd: its descriptor, received from the other process; may be closed after this returns.
+        size: bytes it must have at least; all of it is mapped.
+
+    Raises:
+        ValueError: it is smaller than `size`, or its size could still change under us.
+        MemoryError, OSError: it could not be mapped.
+    """
+    if size <= 0:
+        raise ValueError(f"size must be positive, not {size}")
+    held = os.fstat(fd).st_size
+    if held < size or held % _HUGE_BYTES:
+        raise ValueError(f"shared memory holds {held} bytes, expected {size} (rounded up to 2 MiB): another layout?")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError(f"descriptor {fd} is not a memfd ({error.strerror}): use that of shared_memory()") from None
+    if seals & _SEALS != _SEALS:
+        raise ValueError("shared memory is not sealed against resizing: create it with shared_memory()")
+    memory = _map(held, mmap.MAP_SHARED, fd)
+    _advise(memory, mmap.MADV_HUGEPAGE)
+    _prefault(memory, fresh=False)
+    memory.pages = _shared_pages(memory)
+    return memory
+
+
+def shmem_huge_pages_allowed() -> bool:
+    """Whether a memfd can have transparent huge pages here (sysfs `shmem_enabled`); for reports and remedies."""
+    try:
+        text = _SHMEM_ENABLED.read_text()
+    except OSError:
+        return False
+    return any(f"[{mode}]" in text for mode in ("always", "within_size", "advise", "force"))
+
+
+def _round_up(size: int) -> int:
+    if size <= 0:
+        raise ValueError(f"size must be positive, not {size}")
+    return -(-size // _HUGE_BYTES) * _HUGE_BYTES
+
+
+def _shared(size: int, memfd_flags: int, pages: str) -> tuple[Memory, int]:
+    """One attempt at a memfd of `size` bytes; leaves nothing behind when it fails."""
+    fd = os.memfd_create("kvdisk-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | memfd_flags)
+    try:
+        os.ftruncate(fd, size)
+        memory = _map(size, mmap.MAP_SHARED, fd)
+        _advise(memory, mmap.MADV_HUGEPAGE)
+        _prefault(memory, must_populate=memfd_flags != 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    memory.pages = pages
+    return memory, fd
+
+
+def _map(size: int, flags: int, fd: int) -> Memory:
+    """Map `size` bytes at an address aligned to 2 MiB.
+
+    The kernel chooses addresses by 4 KiB, and only memory aligned to 2 MiB in both address and file offset gets huge
+    pages. So address space is reserved with room to spare, mapped over in its aligned part, and trimmed.
+    """
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room = _mmap(None, size + _HUGE_BYTES, _PROT_NONE, anonymous, -1)
+    address = -(-room // _HUGE_BYTES) * _HUGE_BYTES
+    try:
+        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd)
+    except BaseException:
+        _libc.munmap(room, size + _HUGE_BYTES)
+        raise
+    if address > room:
+        _libc.munmap(room, address - room)
+    if room + _HUGE_BYTES > address:
+        _libc.munmap(address + size, room + _HUGE_BYTES - address)
+    # Views keep the array alive; when the last is gone the finalizer unmaps. Never at exit: see the module's text.
+    array = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(array, _libc.munmap, address, size).atexit = False
+    memory = Memory(memoryview(array).cast("B"), address, "4 KiB")
+    _advise(memory, mmap.MADV_DONTDUMP)
+    return memory
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, size, protection, flags, fd, 0)
+    if mapped == _MAP_FAILED:
+        _raise(ctypes.get_errno(), size)
+    assert mapped is not None
+    return int(mapped)
+
+
+def _raise(code: int, size: int) -> None:
+    if code in (errno.ENOMEM, errno.EFAULT, errno.EAGAIN):  # EFAULT: populating would have been SIGBUS (cgroup limit)
+        raise MemoryError(
+            f"cannot get {size} bytes ({size / (1 << 30):.2f} GiB) of memory: {os.strerror(code)}. Ask for less, or "
+            "raise the limit of the container (memory cgroup) or of the process (ulimit -v)"
+        )
+    raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
+
+
+def _advise(memory: Memory, advice: int) -> None:
+    """Give advice; a kernel built without the feature refuses it, which costs only speed."""
+    _libc.madvise(memory.address, memory.size, advice)
+
+
+def _prefault(memory: Memory, *, fresh: bool = True, must_populate: bool = False) -> None:
+    """Make every page present, several threads at a time: zeroing pages is bound by one core's memory bandwidth.
+
+    Kernels before 5.14 cannot be asked to, so there pages are touched: `fresh` ones by writing; those of another
+    process by reading, since writing back what was read could undo its store. `must_populate` refuses instead: a
+    touch of hugetlb memory beyond a cgroup's limit is SIGBUS.
+    """
+    code = _populate(memory.address, min(_HUGE_BYTES, memory.size))
+    if code == errno.EINVAL:
+        if must_populate:
+            raise OSError(code, "this kernel has no MADV_POPULATE_WRITE")
+        pages = np.frombuffer(memory.view, np.uint8)[:: mmap.PAGESIZE]
+        if fresh:
+            pages[:] = 0
+        else:
+            pages.max()
+        return
+    starts = range(memory.address, memory.address + memory.size, _PREFAULT_PIECE_BYTES)
+    end = memory.address + memory.size
+
+    def populate(start: int) -> int:
+        return _populate(start, min(_PREFAULT_PIECE_BYTES, end - start))
+
+    if code == 0:
+        threads = min(len(starts), len(os.sched_getaffinity(0)), _PREFAULT_THREADS_MAX)
+        if threads == 1:
+            code = next(filter(None, map(populate, starts)), 0)
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-prefault") as pool:
+                code = next(filter(None, pool.map(populate, starts)), 0)
+    if code:
+        _raise(code, memory.size)
+
+
+def _populate(address: int, size: int) -> int:
+    """Make the pages of a range present; 0 or an errno. Retries what is only interrupted."""
+    while _libc.madvise(address, size, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return code
+    return 0
+
+
+def _shared_pages(memory: Memory) -> str:
+    page_size, huge = _residency(memory)
+    if page_size > mmap.PAGESIZE:
+        return "huge (hugetlb)"
+    return "shared huge" if huge * 2 > memory.size else "shared 4 KiB"
+
+
+def _huge_bytes(memory: Memory) -> int:
+    return _residency(memory)[1]
+
+
+def _residency(memory: Memory) -> tuple[int, int]:
+    """(largest page size by construction, bytes now in transparent huge pages), from /proc/self/smaps."""
+    page_size = huge = overlap = 0
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return mmap.PAGESIZE, 0
+    for line in lines:
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):  # "7f0000000000-7f0000200000 rw-p ...": the head of the next mapping
+            low, high = (int(part, 16) for part in first.split("-"))
+            overlap = min(high, memory.address + memory.size) - max(low, memory.address)
+        elif overlap > 0 and first == "KernelPageSize:":
+            page_size = max(page_size, int(rest.split()[0]) << 10)
+        elif overlap > 0 and first in ("AnonHugePages:", "ShmemPmdMapped:"):
+            huge += min(int(rest.split()[0]) << 10, overlap)
+    return page_size, huge
