@@ -11,10 +11,10 @@ from kvdisk.layout import SegmentHeader
 
 
 class SegmentFile(NamedTuple):
-    """Which file: `root` indexes the store's roots, `index` names the file in it and is unique over all roots."""
+    """Which file: `root` indexes the store's roots, `number` names the file in it and is unique over all roots."""
 
     root: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

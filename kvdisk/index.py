@@ -45,7 +45,7 @@ class Index:
         self._orphans: dict[bytes, list[int]] = {}  # parent key that is not here -> rows that wait for it
         self._orphan_parent: dict[int, bytes] = {}
         self._rows: dict[int, array[int]] = {}  # segment -> rows ever added to it; stale ones are skipped when read
-        self._live_of_segment: dict[int, int] = {}
+        self.live_of_segment: dict[int, int] = {}  # segment -> live bytes of its chunks; others only read it
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -80,11 +80,11 @@ class Index:
 
     def live_bytes_of_segment(self, segment: int) -> int:
         """Sum of the live bytes of those chunks."""
-        return self._live_of_segment.get(segment, 0)
+        return self.live_of_segment.get(segment, 0)
 
     def forget_segment(self, segment: int) -> None:
         """Free the bookkeeping of a segment that holds no chunk any more; it is about to be recycled."""
-        assert not self._live_of_segment.pop(segment, 0)
+        assert not self.live_of_segment.pop(segment, 0)
         self._rows.pop(segment, None)
 
     def has_child_outside(self, key: bytes, segment: int) -> bool:
@@ -103,7 +103,7 @@ class Index:
         if row is None:
             row = self._new_row(key)
         else:
-            self._live_of_segment[self._segment[row]] -= self._live[row]
+            self.live_of_segment[self._segment[row]] -= self._live[row]
             self._unlink(row)
             self._forget_orphan(row)
         self._segment[row] = extent.segment
@@ -112,7 +112,7 @@ class Index:
         self._checksum[row] = extent.checksum
         self._group[row] = extent.group
         self._rows.setdefault(extent.segment, array("i")).append(row)
-        self._live_of_segment[extent.segment] = self._live_of_segment.get(extent.segment, 0) + extent.live_bytes
+        self.live_of_segment[extent.segment] = self.live_of_segment.get(extent.segment, 0) + extent.live_bytes
         if parent and parent != key:
             self._link(row, parent)
         for orphan in self._orphans.pop(key, ()):
@@ -137,6 +137,15 @@ class Index:
             assert gone is not None
             dropped.append(gone)
             self._release(row, gone)
+        return dropped
+
+    def drop_waiting(self, parent: bytes) -> list[bytes]:
+        """Remove the chunks that wait for `parent`, which will not come (again), and all that depends on them."""
+        dropped: list[bytes] = []
+        for row in list(self._orphans.get(parent, ())):
+            key = self._key[row]
+            assert key is not None
+            dropped += self.drop(key)
         return dropped
 
     def drop_only(self, key: bytes) -> None:
@@ -186,7 +195,7 @@ class Index:
         self._forget_orphan(row)
         del self._row_of[key]
         self._key[row] = None
-        self._live_of_segment[self._segment[row]] -= self._live[row]
+        self.live_of_segment[self._segment[row]] -= self._live[row]
         self._parent[row] = self._child[row] = self._next[row] = self._previous[row] = _NONE
         self._free.append(row)
 

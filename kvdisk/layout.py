@@ -16,7 +16,7 @@ a payload that looks like a pack can pass for one.
 
 import struct
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,7 @@ ENTRY_COUNT_MAX = 1 << 20
 assert (SEGMENT_HEADER_BYTES, PACK_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES) == (128, 128, 208, 48)
 
 
-def checksum(*parts: Buffer | npt.NDArray[Any]) -> int:
+def checksum(*parts: Buffer) -> int:
     """XXH3-64 of the parts in order. Releases the GIL on large parts; docs/format.md says why this hash."""
     state = xxhash.xxh3_64()
     for part in parts:

@@ -28,9 +28,24 @@ class Resident:
 
     parts: live bytes on each rank; a rank may have none. position: end in tokens. parent: key of its prefix or b"".
     pins: reasons to keep the slot. forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O.
+    unflushed: counts against the bound on unflushed slots. replaces: segment with older bytes of this key, if any.
     """
 
-    __slots__ = ("forgotten", "group", "key", "parent", "parts", "pins", "position", "retries", "run", "state", "used")
+    __slots__ = (
+        "forgotten",
+        "group",
+        "key",
+        "parent",
+        "parts",
+        "pins",
+        "position",
+        "replaces",
+        "retries",
+        "run",
+        "state",
+        "unflushed",
+        "used",
+    )
 
     def __init__(
         self, key: bytes, group: int, parts: tuple[int, ...], position: int, parent: bytes, state: State
@@ -45,6 +60,8 @@ class Resident:
         self.used = False
         self.forgotten = False
         self.retries = 0
+        self.unflushed = False
+        self.replaces: int | None = None
         self.run: Run[Resident]
 
     def can_evict(self) -> bool:

@@ -90,9 +90,9 @@ class SegmentTable:
 
     def adopt(self, segment: Segment) -> None:
         """Take in a segment found at recovery."""
-        self._by_index[segment.file.index] = segment
+        self._by_index[segment.file.number] = segment
         self.roots[segment.file.root].segments.append(segment)
-        self._next_index = max(self._next_index, segment.file.index + 1)
+        self._next_index = max(self._next_index, segment.file.number + 1)
 
     def new_file(self, root: Root) -> Segment:
         """A segment in a file that is yet to be created."""
@@ -102,10 +102,10 @@ class SegmentTable:
 
     def remove(self, segment: Segment) -> None:
         """Forget a file that could not be created."""
-        del self._by_index[segment.file.index]
+        del self._by_index[segment.file.number]
         self.roots[segment.file.root].segments.remove(segment)
         for other in self:
-            other.older.discard(segment.file.index)
+            other.older.discard(segment.file.number)
 
     def touch(self, segment_index: int) -> None:
         """Note a use."""
@@ -122,7 +122,7 @@ class SegmentTable:
         takeable = (SegmentState.SEALED, SegmentState.EMPTY)
 
         def age(segment: Segment) -> tuple[bool, float]:
-            live = live_bytes.get(segment.file.index, 0)
+            live = live_bytes.get(segment.file.number, 0)
             if segment.state is SegmentState.EMPTY or live == 0:
                 return (False, segment.last_used)
             dead = 1 - live / max(live, segment.payload_bytes)
@@ -136,10 +136,10 @@ class SegmentTable:
 
     def _oldest_version(self, segment: Segment) -> Segment:
         """`segment`, or the one that must go before it because it holds older versions of its keys."""
-        seen = {segment.file.index}
+        seen = {segment.file.number}
         while older := [self._by_index[i] for i in segment.older if i not in seen and self._holds_packs(i)]:
             segment = min(older, key=lambda s: s.last_used)
-            seen.add(segment.file.index)
+            seen.add(segment.file.number)
         return segment
 
     def _holds_packs(self, index: int) -> bool:

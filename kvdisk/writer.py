@@ -126,6 +126,11 @@ class Writer:
             resident.state = State.DIRTY
             self._dirty.append(resident)
 
+    def discard(self, resident: Resident) -> None:
+        """Take a DIRTY chunk that nobody wants any more out of the queue."""
+        self._dirty.remove(resident)
+        self._keep_in_memory(resident)
+
     def pump(self, now: float) -> list[Command]:
         """The commands that can be issued at `now` (seconds, of any monotonic clock)."""
         if self._dirty:
@@ -215,7 +220,7 @@ class Writer:
             return
         if completion.error == 0 and command.header.epoch == self.epoch:
             segment.state = SegmentState.OPEN
-            self.table.touch(segment.file.index)
+            self.table.touch(segment.file.number)
             return
         if root.current is segment:
             root.current = None
@@ -235,7 +240,7 @@ class Writer:
 
     def _evict(self, victim: Segment) -> None:
         """Empty the index of a segment's chunks; save the heads that others need, where that is allowed."""
-        number = victim.file.index
+        number = victim.file.number
         gone: list[bytes] = []
         for chain in self._needed_chains(number):
             for key in chain:
@@ -244,6 +249,8 @@ class Writer:
         for key in self.index.keys_of_segment(number):
             gone += self.index.drop(key)
         self.index.forget_segment(number)
+        for other in self.table:
+            other.older.discard(number)
         _empty(victim)
         self.stats.segments_recycled += 1
         self.stats.chunks_evicted += len(gone)
@@ -326,7 +333,7 @@ class Writer:
         count = pack_length(sizes, segment.room(0), alignment)
         if count == 0:
             root.current = None
-            self._close(segment)
+            self.close_segment(segment)
             return
         taken = [self._dirty.popleft() for _ in range(count)]
         chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
@@ -348,7 +355,7 @@ class Writer:
 
     def _pack_done(self, completion: Completion, now: float) -> None:
         command, residents = self._packs[completion.id]
-        segment = self.table[command.file.index]
+        segment = self.table[command.file.number]
         root = self.table.roots[command.file.root]
         if not completion.settled:
             root.inflight_bytes -= self._bytes_of(command)
@@ -373,15 +380,14 @@ class Writer:
         current = segment.header is command.header and segment.state in (SegmentState.OPEN, SegmentState.SEALED)
         if current:
             segment.pack_headers[command.offset] = completion.pack_header
-            self.table.touch(segment.file.index)
+            self.table.touch(segment.file.number)
         offset = command.offset + layout.pack_header_bytes(len(residents), self.config.alignment)
         entered = []
         for resident, check in zip(residents, completion.checksums, strict=True):
             if current and not resident.forgotten:
-                older = self.index.segment_of(resident.key)
-                if older is not None and older != segment.file.index:
-                    segment.older.add(older)
-                extent = Extent(segment.file.index, offset, resident.live_bytes, check, resident.group)
+                if resident.replaces is not None and resident.replaces != segment.file.number:
+                    segment.older.add(resident.replaces)
+                extent = Extent(segment.file.number, offset, resident.live_bytes, check, resident.group)
                 self.index.add(resident.key, extent, resident.parent)
                 segment.payload_bytes += resident.live_bytes
                 self.stats.bytes_flushed += resident.live_bytes
@@ -397,7 +403,7 @@ class Writer:
     ) -> None:
         if root.current is segment:
             root.current = None
-        self._close(segment)
+        self.close_segment(segment)
         retry = []
         if completion.error in _NO_SPACE and not completion.late:
             self.stats.writes_no_space += 1
@@ -423,9 +429,9 @@ class Writer:
     def _writer_left(self, segment: Segment) -> None:
         segment.writers -= 1
         if segment.closing:
-            self._close(segment)
+            self.close_segment(segment)
 
-    def _close(self, segment: Segment) -> None:
+    def close_segment(self, segment: Segment) -> None:
         """No more packs for this segment; seal it when its last write has ended."""
         segment.closing = True
         if segment.writers or segment.state is not SegmentState.OPEN:

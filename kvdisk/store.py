@@ -1,0 +1,434 @@
+"""The metadata plane: which chunks are hits, where they are, and what the data plane is to do about it.
+
+Deterministic: no clock, no thread, no file, and its only randomness is the generator it was given. Time comes in as an
+argument, commands go out and completions come back as data (commands.py), so a simulated disk and a seed can drive it.
+
+A chunk is in a slot (a resident), on disk (in the index), or both. What must hold:
+- A chunk is a hit only with its whole bytes in a slot: stored there, or read from disk and verified.
+- A slot is reused only when nobody writes, reads, flushes or loads it.
+- A failed read takes its chunk out of the index at once: it is a miss for everybody, and never tried again.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from itertools import count
+from random import Random
+
+from kvdisk.arena import Arena
+from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, ScannedSegment, SegmentFile, WriteEpoch
+from kvdisk.index import Extent, Index
+from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
+from kvdisk.plan import Wanted, merge_reads, stored_bytes
+from kvdisk.resident import Resident, State
+from kvdisk.segments import Segment, SegmentState, SegmentTable
+from kvdisk.units import round_up
+from kvdisk.writer import Writer, WriterConfig
+
+UNIT_BYTES = 4096
+"""Unit of the arena: the alignment of direct I/O on every common disk."""
+
+SEGMENTS_MIN = 4
+"""Segments a root needs: one being filled, one read from, one to recycle, one to spare."""
+
+
+class Presence(Enum):
+    """What a lookup finds."""
+
+    ABSENT = auto()
+    READY = auto()  # in a slot, a hit
+    PENDING = auto()  # in a slot, being stored or loaded
+    ON_DISK = auto()  # needs a promotion
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Sizes of a store.
+
+    segment_bytes, alignment: of all segments. segments_max: for each root. unit_count: of the arena, the same on every
+    rank. group_parts: live bytes of a chunk on each rank, by group; None if chunks have one part of any size.
+    """
+
+    fingerprint: bytes
+    segment_bytes: int
+    alignment: int
+    segments_max: tuple[int, ...]
+    unit_count: int
+    group_parts: dict[int, tuple[int, ...]] | None = None
+
+    @property
+    def chunk_bytes_max(self) -> int:
+        """Largest chunk: a pack of one must fit into a segment, and its slot must leave room for others."""
+        return min(self.segment_bytes // 4, self.unit_count * UNIT_BYTES // 4)
+
+
+class Store:
+    """See the module's docstring. Not thread-safe: one thread owns it."""
+
+    def __init__(self, config: StoreConfig, rng: Random) -> None:
+        for root, segments in enumerate(config.segments_max):
+            if segments < SEGMENTS_MIN:
+                raise ValueError(
+                    f"root {root} has room for {segments} segments of {config.segment_bytes} bytes and needs "
+                    f"{SEGMENTS_MIN}; raise disk_bytes_to_use or lower segment_bytes"
+                )
+        self.config = config
+        self.index = Index(config.alignment)
+        self.table = SegmentTable(config.segments_max)
+        self.arena: Arena[Resident] = Arena(config.unit_count, max(1, config.alignment // UNIT_BYTES))
+        self.events: list[tuple[bytes, bool]] | None = None  # (key, stored or removed) on disk; None: nobody listens
+        self.counters: Counter[str] = Counter()
+        ids = count(1)
+        self._new_id = ids.__next__
+        self._residents: dict[bytes, Resident] = {}
+        self._wanted: list[tuple[Resident, Extent]] = []
+        self._reads: dict[int, tuple[ReadChunks, list[Resident]]] = {}
+        self._epochs: dict[int, int] = {}
+        self._out: list[Command] = []
+        self._replaced: dict[bytes, int] = {}  # overwritten keys without new bytes yet -> segment of the old ones
+        self._unflushed_units = 0  # of slots that were stored and not flushed yet
+        self._no_run_of = config.unit_count + 1  # smallest size the arena could not place since anything changed
+        self.writer = Writer(
+            WriterConfig(config.alignment, config.segment_bytes, config.fingerprint),
+            self.index,
+            self.table,
+            rng=rng,
+            new_id=self._new_id,
+            resident_of=self._residents.get,
+            settle=self._settle,
+            on_indexed=self._indexed,
+            on_dropped=self._dropped,
+        )
+
+    # ---- lookups
+
+    def presence(self, key: bytes) -> Presence:
+        """Where `key` is. No side effect, no system call."""
+        resident = self._residents.get(key)
+        if resident is not None:
+            return Presence.READY if resident.is_hit else Presence.PENDING
+        return Presence.ON_DISK if key in self.index else Presence.ABSENT
+
+    def resident(self, key: bytes) -> Resident | None:
+        """The resident of `key`, whatever its state."""
+        return self._residents.get(key)
+
+    def touch(self, key: bytes) -> None:
+        """Note a use, in the slot and in the segment."""
+        resident = self._residents.get(key)
+        if resident is not None:
+            resident.used = True
+        segment = self.index.segment_of(key)
+        if segment is not None:
+            self.table.touch(segment)
+
+    # ---- storing
+
+    def parts_of(self, group: int, live_bytes: int = 0) -> tuple[int, ...]:
+        """Live bytes of a chunk on each rank."""
+        return (live_bytes,) if self.config.group_parts is None else self.config.group_parts[group]
+
+    def reserve(self, key: bytes, group: int, parts: tuple[int, ...], position: int, parent: bytes) -> Resident | None:
+        """A slot to fill for a chunk that is not here, or None: no slot now, or too much is unflushed already.
+
+        The caller fills it and then calls `commit` or `abandon`.
+        """
+        assert 0 < len(key) <= KEY_BYTES_MAX and key not in self._residents
+        if self._unflushed_units + self._units(parts) > self.arena.unit_count // 2:
+            self.counters["stores_refused_unflushed"] += 1
+            return None
+        resident = self._place(Resident(key, group, parts, position, parent, State.FILLING))
+        if resident is not None:
+            resident.unflushed = True
+            resident.replaces = self._replaced.pop(key, None)
+            self._unflushed_units += resident.run.units
+        return resident
+
+    def commit(self, residents: Iterable[Resident]) -> None:
+        """Filled slots become hits and are queued for flushing, neighbours in prefix order."""
+        filled = sorted(residents, key=lambda r: (r.group, r.position))
+        assert all(r.state is State.FILLING for r in filled)
+        self.writer.add(r for r in filled if not r.forgotten)
+        for resident in filled:
+            if resident.forgotten:
+                self.abandon(resident)
+        self.counters["chunks_stored"] += len(filled)
+
+    def abandon(self, resident: Resident) -> None:
+        """Give back a FILLING slot whose bytes are not to be trusted."""
+        assert resident.state is State.FILLING
+        self._forget(resident)
+        resident.state = State.CLEAN
+        self._settle(resident)
+
+    def replace(self, key: bytes) -> bool:
+        """Forget the bytes under `key`, which is about to get new ones; False while a slot of it is in motion.
+
+        The old bytes stay on disk until their segment is recycled, so `reserve` remembers where: a segment with newer
+        bytes is never recycled before one with older bytes of the same key, or these would come back at recovery.
+        """
+        resident = self._residents.get(key)
+        if resident is not None:
+            if resident.state not in (State.DIRTY, State.CLEAN):
+                return False
+            self._forget(resident)
+        segment = self.index.segment_of(key)
+        if segment is not None:
+            self._replaced[key] = segment
+            self.index.drop_only(key)
+            self._dropped([key])
+        return True
+
+    # ---- loading
+
+    def promote(self, key: bytes, position: int = 0) -> Resident | None:
+        """Start reading a chunk on disk into a slot; None if no slot is free now. The result comes with `complete`."""
+        extent = self.index.get(key)
+        assert extent is not None and key not in self._residents
+        parent = self.index.parent_of(key) or b""
+        parts = self.parts_of(extent.group, extent.live_bytes)
+        resident = self._place(Resident(key, extent.group, parts, position, parent, State.LOADING))
+        if resident is not None:
+            self._wanted.append((resident, extent))
+            self.table[extent.segment].readers += 1
+            self.table.touch(extent.segment)
+        return resident
+
+    def pin(self, resident: Resident) -> None:
+        """Keep the slot until the matching `unpin`."""
+        resident.pins += 1
+
+    def unpin(self, resident: Resident) -> None:
+        """Undo one `pin`."""
+        assert resident.pins > 0
+        resident.pins -= 1
+        self._settle(resident)
+
+    # ---- the data plane
+
+    def take_commands(self, now: float) -> list[Command]:
+        """What the data plane is to do next, reads first."""
+        if self._wanted:
+            self._issue_reads()
+        out, self._out = self._out, []
+        return out + self.writer.pump(now)
+
+    def complete(self, completion: Completion, now: float) -> None:
+        """Take one completion."""
+        if completion.id in self._reads:
+            self._read_done(completion)
+        elif completion.id in self._epochs:
+            self._epoch_done(completion)
+        else:
+            known = self.writer.complete(completion, now)
+            assert known, f"completion of unknown command {completion.id}"
+
+    @property
+    def busy(self) -> bool:
+        """Whether commands are out or waiting to go out, other than openings of spare segments."""
+        return bool(self._wanted or self._reads or self._epochs or self.writer.busy)
+
+    def reset(self) -> int:
+        """Every chunk is stale: all keys miss from now on, in memory and (once the epoch is written) after a restart.
+
+        Slots in use by somebody are kept from reuse until they are unpinned, abandoned or completed. The new epoch.
+        """
+        self.writer.reset(self.writer.epoch + 1)
+        for resident in list(self._residents.values()):
+            self._forget(resident)
+        self._dropped(list(self.index))
+        self.index.clear()
+        self._replaced.clear()
+        command = WriteEpoch(self._new_id(), self.writer.epoch)
+        self._epochs[command.id] = command.epoch
+        self._out.append(command)
+        self.counters["resets"] += 1
+        return command.epoch
+
+    # ---- recovery
+
+    def recover(self, scans: Sequence[ScannedSegment], epoch: int) -> None:
+        """Take in what a scan of the directory found. Called once, before anything else."""
+        self.writer.epoch = epoch
+        rows: list[tuple[int, bytes, bytes, Extent]] = []
+        for scan in sorted(scans, key=lambda s: s.header.sequence if s.header else 0):
+            segment = Segment(scan.file, SegmentState.EMPTY)
+            self.table.adopt(segment)
+            self.counters["headers_damaged"] += scan.damaged
+            if scan.header is not None:
+                self.writer.next_sequence = max(self.writer.next_sequence, scan.header.sequence + 1)
+                if scan.header.epoch == epoch:
+                    self._recover_segment(segment, scan, scan.header, rows)
+        rows.sort(key=lambda row: row[0])
+        for _, key, parent, extent in rows:
+            older = self.index.segment_of(key)
+            if older is not None and older != extent.segment:
+                self.table[extent.segment].older.add(older)
+            self.index.add(key, extent, parent)
+        if rows:
+            self.writer.next_pack_sequence = rows[-1][0] + 1
+        self._resume_open_segments()
+
+    def _recover_segment(
+        self,
+        segment: Segment,
+        scan: ScannedSegment,
+        header: SegmentHeader,
+        rows: list[tuple[int, bytes, bytes, Extent]],
+    ) -> None:
+        segment.header = header
+        segment.state = SegmentState.SEALED if scan.sealed else SegmentState.OPEN
+        segment.tail = max((pack.offset + pack.pack_bytes for pack in scan.packs), default=header.alignment)
+        self.table.touch(segment.file.number)
+        for pack in scan.packs:
+            segment.raw_header_bytes += len(pack.raw)
+            if not scan.sealed:
+                segment.pack_headers[pack.offset] = pack.raw
+            for chunk in pack.chunks:
+                parts = self._parts_of_scanned(chunk.group, chunk.live_bytes)
+                if stored_bytes(parts, header.alignment) != chunk.stored_bytes:
+                    self.counters["headers_damaged"] += 1
+                    continue
+                extent = Extent(segment.file.number, chunk.offset, chunk.live_bytes, chunk.checksum, chunk.group)
+                rows.append((pack.sequence, chunk.key, chunk.parent, extent))
+                segment.payload_bytes += chunk.live_bytes
+
+    def _parts_of_scanned(self, group: int, live_bytes: int) -> tuple[int, ...]:
+        """`parts_of` for numbers from a stranger: () where they are impossible."""
+        parts = (live_bytes,) if self.config.group_parts is None else self.config.group_parts.get(group, ())
+        fits = sum(parts) == live_bytes and self._units(parts) <= self.arena.unit_count
+        return parts if fits else ()
+
+    def _resume_open_segments(self) -> None:
+        """Go on with the newest open segment of each root; close the others."""
+        for root in self.table.roots:
+            unsealed = [s for s in root.segments if s.state is SegmentState.OPEN and s.header is not None]
+            for segment in unsealed[:-1]:
+                self.writer.close_segment(segment)
+            if unsealed:
+                root.current = unsealed[-1]
+
+    # ---- reads
+
+    def _issue_reads(self) -> None:
+        wanted: list[Wanted] = []
+        resident_at: dict[tuple[int, int], Resident] = {}
+        for resident, extent in self._wanted:
+            item = ReadItem(extent.offset, resident.parts, extent.checksum, resident.run.start)
+            wanted.append(Wanted(extent.segment, item))
+            resident_at[extent.segment, extent.offset] = resident
+        self._wanted.clear()
+        for run in merge_reads(wanted, self.config.alignment):
+            file = self.table[run[0].segment].file
+            command = ReadChunks(self._new_id(), file, tuple(chunk.item for chunk in run))
+            self._reads[command.id] = (command, [resident_at[w.segment, w.item.offset] for w in run])
+            self._out.append(command)
+
+    def _read_done(self, completion: Completion) -> None:
+        command, residents = self._reads[completion.id]
+        if not completion.late:
+            del self._reads[completion.id]
+            self.table[command.file.number].readers -= len(residents)
+        if completion.settled:
+            for resident in residents:
+                resident.state = State.CLEAN
+                self._settle(resident)
+            return
+        verified = completion.verified if completion.error == 0 else [False] * len(residents)
+        for resident, item, good in zip(residents, command.items, verified, strict=True):
+            if good:
+                resident.state = State.CLEAN
+                self.counters["chunks_promoted"] += 1
+                self.counters["bytes_promoted"] += resident.live_bytes
+            else:
+                self._read_failed(resident, item, command.file, completion)
+            if not completion.late:
+                resident.state = State.CLEAN
+                self._settle(resident)
+
+    def _read_failed(self, resident: Resident, item: ReadItem, file: SegmentFile, completion: Completion) -> None:
+        reason = "chunks_late" if completion.late else "chunks_damaged" if completion.error == 0 else "reads_failed"
+        self.counters[reason] += 1
+        extent = self.index.get(resident.key)
+        if extent is not None and (extent.segment, extent.offset) == (file.number, item.offset):
+            self._dropped(self.index.drop(resident.key))
+        self._forget(resident)
+
+    def _epoch_done(self, completion: Completion) -> None:
+        if completion.error:
+            self.counters["epochs_not_durable"] += 1
+        if not completion.late:
+            del self._epochs[completion.id]
+
+    # ---- slots
+
+    def _units(self, parts: Sequence[int]) -> int:
+        """Units of a slot: on every rank the same, so the largest part decides."""
+        return round_up(max(parts, default=0), self.config.alignment) // UNIT_BYTES
+
+    def _place(self, resident: Resident) -> Resident | None:
+        units = self._units(resident.parts)
+        if units >= self._no_run_of:
+            return None
+        evicted: list[Resident] = []
+        run = self.arena.allocate(units, resident, evicted)
+        for old in evicted:
+            self._lost_slot(old)
+        if run is None:
+            self._no_run_of = units
+            self.counters["slots_refused"] += 1
+            return None
+        resident.run = run
+        self._residents[resident.key] = resident
+        return resident
+
+    def _lost_slot(self, resident: Resident) -> None:
+        del self._residents[resident.key]
+        self.counters["slots_evicted"] += 1
+        if resident.key not in self.index:
+            self._dropped(self.index.drop_waiting(resident.key))
+
+    def _forget(self, resident: Resident) -> None:
+        """No longer a hit for anyone; the slot goes when nobody uses it."""
+        if not resident.forgotten:
+            resident.forgotten = True
+            del self._residents[resident.key]
+            if resident.state is State.DIRTY:
+                self.writer.discard(resident)
+            elif resident.state is State.CLEAN:
+                self._settle(resident)
+
+    def _settle(self, resident: Resident) -> None:
+        """Called whenever a slot may have become reusable."""
+        if resident.state is not State.CLEAN:
+            return
+        if resident.unflushed:
+            resident.unflushed = False
+            self._unflushed_units -= resident.run.units
+        if resident.pins == 0:
+            self._no_run_of = self.config.unit_count + 1
+            if resident.forgotten and resident.run.owner is resident:
+                self.arena.release(resident.run)
+
+    def _indexed(self, keys: list[bytes]) -> None:
+        if self.events is not None:
+            self.events.extend((key, True) for key in keys)
+
+    def _dropped(self, keys: list[bytes]) -> None:
+        if self.events is not None:
+            self.events.extend((key, False) for key in keys)
+
+    # ---- reports
+
+    def stats(self) -> dict[str, int]:
+        """Counters since open and sizes now; constant time."""
+        sizes = {
+            "chunks_on_disk": len(self.index),
+            "chunks_resident": len(self._residents),
+            "segments": len(self.table),
+            "arena_units": self.arena.unit_count,
+            "arena_units_free": self.arena.free_units,
+            "epoch": self.writer.epoch,
+        }
+        return {**self.counters, **asdict(self.writer.stats), **sizes}
