@@ -1,0 +1,263 @@
+"""The data plane: carries out commands. It decides nothing and reports each command's own result.
+
+A pack is hashed (in threads that hold no GIL) and written as one transfer; a run of payloads is read as one transfer,
+hashed and compared. Bytes that did not arrive or do not match are never called verified. One asyncio task a command,
+all on one event loop; how many commands are out at a time is for the metadata plane to bound.
+"""
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from kvdisk import layout
+from kvdisk.bounce import BouncePool
+from kvdisk.commands import (
+    Command,
+    Completion,
+    OpenSegment,
+    PackChunk,
+    ReadChunks,
+    ReadItem,
+    SealSegment,
+    SegmentFile,
+    WriteEpoch,
+    WritePack,
+)
+from kvdisk.directory import Directory, segment_cost
+from kvdisk.files_cache import OpenFiles
+from kvdisk.io.protocol import Engine, Memory, Span
+from kvdisk.io.transfer import Transfer, TransferLateError
+from kvdisk.plan import pack_size, stored_bytes
+from kvdisk.store import UNIT_BYTES
+from kvdisk.units import round_up
+
+logger = logging.getLogger("kvdisk")
+
+
+class Units(NamedTuple):
+    """One rank's units of the arena: its memory, and where in it the first unit lies."""
+
+    memory: Memory
+    start: int
+
+
+class DataPlane:
+    """Executes commands against the directories of one store.
+
+    Args:
+        directories: one a root, claimed.
+        units: one a rank that has slots of its own, in rank order: `parts[i]` of a chunk lies in `units[i]`.
+        alignment: of every offset and length on disk.
+        engine, transfer: started on this loop.
+        report: called on the loop with every completion.
+        checksums: False turns hashing off, for measurements only: nothing would be verified.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Directory],
+        units: Sequence[Units],
+        alignment: int,
+        engine: Engine,
+        transfer: Transfer,
+        report: Callable[[Completion], None],
+        *,
+        checksums: bool = True,
+    ) -> None:
+        self._directories = directories
+        self._units = units
+        self._alignment = alignment
+        self._engine = engine
+        self._transfer = transfer
+        self._report = report
+        self._checksums = checksums
+        self.bounce = BouncePool()
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")
+        self.files = OpenFiles(engine, self.threads)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.bytes_read = 0
+
+    def start(self, command: Command) -> None:
+        """Begin `command`; its completion is reported later."""
+        task = asyncio.get_running_loop().create_task(self._run(command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in progress."""
+        return not self._tasks
+
+    async def _run(self, command: Command) -> None:
+        """Exactly one completion, and a second when a late command settled."""
+        completion = Completion(command.id)
+        try:
+            if isinstance(command, WritePack):
+                await self._write_pack(command, completion)
+            elif isinstance(command, ReadChunks):
+                await self._read_chunks(command, completion)
+            elif isinstance(command, OpenSegment):
+                await self._open_segment(command)
+            elif isinstance(command, SealSegment):
+                await self._write_block(command.file, command.offset, command.footer)
+            else:
+                await self._write_epoch(command)
+        except TransferLateError as late:
+            logger.warning("%s of %s is late; its buffers stay reserved", type(command).__name__, _place(command))
+            self._report(Completion(command.id, error=errno.ETIMEDOUT, late=True))
+            await late.settled
+            completion = Completion(command.id, settled=True)
+        except OSError as error:
+            logger.warning("%s of %s failed: %s", type(command).__name__, _place(command), error)
+            completion.error = error.errno or errno.EIO
+        except Exception:
+            logger.exception("%s of %s failed", type(command).__name__, _place(command))
+            completion.error = errno.EIO
+        self._report(completion)
+
+    # ---- packs
+
+    async def _write_pack(self, command: WritePack, completion: Completion) -> None:
+        loop = asyncio.get_running_loop()
+        sizes = [stored_bytes(chunk.parts, self._alignment) for chunk in command.chunks]
+        pack_bytes = pack_size(sizes, self._alignment)
+        header_bytes = layout.pack_header_bytes(len(sizes), self._alignment)
+        payload = [self._spans(chunk.unit, chunk.parts) for chunk in command.chunks]
+        checksums = await loop.run_in_executor(self.threads, self._hash, payload)
+        entries = pack_entries(command.chunks, sizes, checksums, header_bytes)
+        pack = layout.Pack(command.offset, header_bytes, pack_bytes, command.sequence, entries)
+        raw = layout.encode_pack(pack, command.header)
+        with self.bounce.take(header_bytes) as memory:
+            memory.view[:header_bytes] = raw.ljust(header_bytes, b"\0")
+            spans = [Span(memory, 0, header_bytes), *(span for chunk in payload for span in chunk)]
+            async with self.files.use(command.file, self._path(command.file)) as fd:
+                await self._transfer.write(fd, command.offset, spans)
+        completion.pack_header = raw
+        completion.checksums = checksums
+
+    async def _read_chunks(self, command: ReadChunks, completion: Completion) -> None:
+        try:
+            completion.verified = await self._read_and_verify(command.file, command.items)
+        except TransferLateError:
+            raise
+        except OSError:
+            if len(command.items) == 1:
+                raise
+            # One bad sector must not cost its neighbours: each chunk on its own.
+            completion.verified = [await self._read_alone(command.file, item) for item in command.items]
+
+    async def _read_alone(self, file: SegmentFile, item: ReadItem) -> bool:
+        try:
+            return (await self._read_and_verify(file, (item,)))[0]
+        except TransferLateError:
+            raise
+        except OSError as error:
+            logger.warning("read of %s at %d failed: %s", self._path(file), item.offset, error)
+            return False
+
+    async def _read_and_verify(self, file: SegmentFile, items: tuple[ReadItem, ...]) -> list[bool]:
+        payload = [self._spans(item.unit, item.parts) for item in items]
+        spans = [span for chunk in payload for span in chunk]
+        async with self.files.use(file, self._path(file)) as fd:
+            await self._transfer.read(fd, items[0].offset, spans)
+        self.bytes_read += sum(span.length for span in spans)
+        if not self._checksums:
+            return [True] * len(items)
+        found = await asyncio.get_running_loop().run_in_executor(self.threads, self._hash, payload)
+        return [check == item.checksum for check, item in zip(found, items, strict=True)]
+
+    def _spans(self, unit: int, parts: tuple[int, ...]) -> list[Span]:
+        """Where the parts of the chunk in the slot at `unit` lie, padded to the alignment."""
+        start = unit * UNIT_BYTES
+        return [
+            Span(units.memory, units.start + start, round_up(part, self._alignment))
+            for units, part in zip(self._units, parts, strict=True)
+            if part
+        ]
+
+    def _hash(self, payload: list[list[Span]]) -> list[int]:
+        if not self._checksums:
+            return [0] * len(payload)
+        return [
+            layout.checksum(*(span.memory.view[span.start : span.start + span.length] for span in spans))
+            for spans in payload
+        ]
+
+    # ---- segments
+
+    async def _open_segment(self, command: OpenSegment) -> None:
+        loop = asyncio.get_running_loop()
+        directory = self._directories[command.file.root]
+        size = command.header.segment_bytes
+        if command.recycle:
+            await loop.run_in_executor(self.threads, self._check_size, command.file, size)
+        else:
+            fd = await loop.run_in_executor(
+                self.threads,
+                directory.create_segment,
+                command.file.number,
+                segment_cost(size),
+                lambda path: self._engine.create_file(path, size),
+            )
+            self.files.add(command.file, fd)
+        try:
+            await self._write_block(command.file, 0, layout.encode_segment_header(command.header))
+        except OSError:
+            if not command.recycle:
+                await loop.run_in_executor(self.threads, self._remove, command.file)
+            raise
+
+    def _check_size(self, file: SegmentFile, size: int) -> None:
+        """A recycled file must still be the whole file it was: somebody may have cut or replaced it."""
+        fd = self._engine.open_file(self._path(file))
+        try:
+            found, _ = self._engine.file_bytes(fd)
+        finally:
+            self._engine.close_file(fd)
+        if found != size:
+            raise OSError(errno.EIO, f"{self._path(file)} has {found} bytes instead of {size}")
+
+    def _remove(self, file: SegmentFile) -> None:
+        self.files.close_one(file)
+        self._engine.remove_file(self._path(file))
+
+    async def _write_block(self, file: SegmentFile, offset: int, data: bytes) -> None:
+        with self.bounce.take(len(data)) as memory:
+            memory.view[: len(data)] = data
+            async with self.files.use(file, self._path(file)) as fd:
+                await self._transfer.write(fd, offset, [Span(memory, 0, len(data))])
+
+    async def _write_epoch(self, command: WriteEpoch) -> None:
+        loop = asyncio.get_running_loop()
+        for directory in self._directories:
+            await loop.run_in_executor(self.threads, directory.write_epoch, command.epoch)
+
+    def _path(self, file: SegmentFile) -> str:
+        return self._directories[file.root].segment_path(file.number)
+
+
+def pack_entries(
+    chunks: Sequence[PackChunk], sizes: Sequence[int], checksums: Sequence[int], header_bytes: int
+) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
+    """The ENTRY_DTYPE records of a pack's chunks, whose payloads follow each other from `header_bytes` on."""
+    entries = np.zeros(len(chunks), layout.ENTRY_DTYPE)
+    entries["key"] = np.array([chunk.key.ljust(64, b"\0") for chunk in chunks], "V64")
+    entries["parent"] = np.array([chunk.parent.ljust(64, b"\0") for chunk in chunks], "V64")
+    entries["key_bytes"] = [len(chunk.key) for chunk in chunks]
+    entries["parent_bytes"] = [len(chunk.parent) for chunk in chunks]
+    entries["group"] = [chunk.group for chunk in chunks]
+    entries["position"] = [chunk.position for chunk in chunks]
+    entries["stored_bytes"] = sizes
+    entries["offset"] = header_bytes + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
+    entries["live_bytes"] = [sum(chunk.parts) for chunk in chunks]
+    entries["checksum"] = np.array(checksums, np.uint64)
+    return entries
+
+
+def _place(command: Command) -> str:
+    return f"segment {command.file.number}" if not isinstance(command, WriteEpoch) else f"epoch {command.epoch}"

@@ -1,0 +1,378 @@
+"""One root directory: who owns what in it, and how many bytes kvdisk may take there.
+
+    ROOT/                       named by the operator; must exist
+      kvdisk.ledger             flock: serialises grants and reservations. JSON: who was granted how many bytes
+      ns-<32 hex>/              a namespace: 0700
+        namespace.json          what its name is a hash of, for people
+        <instance>/             one writer at a time: 0700
+          lock                  flock for the writer's life; holds its pid
+          epoch                 two records of layout.encode_epoch
+          00000000.seg ...      segments
+
+What must hold:
+- All of kvdisk's bytes under the root, counted by st_blocks whoever wrote them, never exceed the cap: a new segment is
+  reserved and created under the ledger's lock, and data of owners that are gone makes way first.
+- Files that kvdisk did not name are never opened, counted or removed; links are not followed.
+Everything blocks (microseconds to milliseconds); callers that serve a loop run it in a thread.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from kvdisk import layout
+from kvdisk.errors import DirectoryInUseError
+from kvdisk.units import format_size
+
+LEDGER = "kvdisk.ledger"
+_NAMESPACE = re.compile(r"ns-[0-9a-f]{32}")
+_INSTANCE = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+_SEGMENT = re.compile(r"(\d{8})\.seg")
+_OURS_IN_INSTANCE = re.compile(r"lock|epoch|\d{8}\.seg")
+_HARMLESS = {"lost+found", ".Trash-0"}
+
+OVERHEAD_BYTES = 96 << 10
+"""Directories, ledger, lock and epoch files of one instance, generously: each takes a block or two of 4 KiB."""
+
+
+def segment_cost(segment_bytes: int) -> int:
+    """Bytes to reserve for a segment: the file, extent blocks of the file system, its directory entry."""
+    return segment_bytes + (16 << 10) + segment_bytes // 4096
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a store wants in a root.
+
+    cap_bytes: for all of kvdisk under this root. share_bytes: what this instance may take at most. needed_bytes: below
+    this it does not start. instances: names to try in order; the first that no live process owns is taken.
+    """
+
+    path: str
+    namespace: str
+    identity: dict[str, Any]
+    instances: tuple[str, ...]
+    cap_bytes: int
+    share_bytes: int
+    needed_bytes: int
+    allow_shared_root: bool = False
+
+
+class Directory:
+    """A claimed root. `granted_bytes` is what this instance may use; `close` gives it back."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+        check_root(claim.path, claim.allow_shared_root)
+        self.namespace_path = os.path.join(claim.path, claim.namespace)
+        assert _NAMESPACE.fullmatch(claim.namespace) and all(_INSTANCE.fullmatch(name) for name in claim.instances)
+        self._lock: IO[str] | None = None
+        with self._ledger() as ledger:
+            _make_private_directory(self.namespace_path)
+            self.instance, self._lock = self._lock_instance()
+            self.instance_path = os.path.join(self.namespace_path, self.instance)
+            try:
+                self.granted_bytes = self._grant(ledger)
+                self._describe()
+            except BaseException:
+                self._lock.close()
+                raise
+
+    # ---- files of the instance
+
+    def segment_path(self, number: int) -> str:
+        """Path of segment `number`."""
+        return os.path.join(self.instance_path, f"{number:08d}.seg")
+
+    def segment_numbers(self) -> list[int]:
+        """The segments there are, ascending."""
+        names = os.listdir(self.instance_path)
+        return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
+
+    def create_segment(self, number: int, cost_bytes: int, create: Callable[[str], int]) -> int:
+        """Reserve `cost_bytes` and call `create(path)` under the ledger's lock; its result.
+
+        Raises:
+            OSError: ENOSPC when the cap leaves no room even without the data of dead owners, or what `create` raises.
+        """
+        with self._ledger():
+            excess = self._used_bytes() + cost_bytes - self._claim.cap_bytes
+            if excess > 0:
+                excess -= self._remove_dead(excess)
+            if excess > 0:
+                raise OSError(errno.ENOSPC, f"disk_bytes_to_use leaves no room in {self._claim.path}")
+            return create(self.segment_path(number))
+
+    def used_bytes(self) -> int:
+        """Bytes of kvdisk's under the root, by st_blocks."""
+        with self._ledger():
+            return self._used_bytes()
+
+    def read_epoch(self) -> int | None:
+        """The namespace's epoch; None if it was written and cannot be read: then nothing on disk may be served."""
+        try:
+            with open(self._epoch_path, "rb", opener=_no_follow) as file:
+                raw = file.read(2 * layout.ALIGNMENT_MIN)
+        except FileNotFoundError:
+            return 0
+        records = [layout.decode_epoch(raw[at : at + layout.ALIGNMENT_MIN]) for at in (0, layout.ALIGNMENT_MIN)]
+        known = [record for record in records if record is not None]
+        return max(known, key=lambda record: record[1])[0] if known else None
+
+    def write_epoch(self, epoch: int) -> None:
+        """Make `epoch` durable. In place and over the older record: it needs no space and survives a torn write."""
+        fd = os.open(self._epoch_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            raw = os.pread(fd, 2 * layout.ALIGNMENT_MIN, 0)
+            counters = [-1, -1]
+            for slot in (0, 1):
+                record = layout.decode_epoch(raw[slot * layout.ALIGNMENT_MIN :][: layout.ALIGNMENT_MIN])
+                counters[slot] = record[1] if record else -1
+            older = counters.index(min(counters))
+            record_bytes = layout.encode_epoch(epoch, max(counters) + 1)
+            written = os.pwrite(fd, record_bytes, older * layout.ALIGNMENT_MIN)
+            if written != len(record_bytes):
+                raise OSError(errno.EIO, f"{self._epoch_path}: {written} of {len(record_bytes)} bytes written")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Give back grant and lock; files stay. Idempotent."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError), self._ledger() as ledger:
+            ledger.pop(self._grant_name(self.instance), None)
+        self._lock.close()
+        self._lock = None
+
+    # ---- the ledger
+
+    @property
+    def _epoch_path(self) -> str:
+        return os.path.join(self.instance_path, "epoch")
+
+    def _grant_name(self, instance: str) -> str:
+        return f"{self._claim.namespace}/{instance}"
+
+    @contextlib.contextmanager
+    def _ledger(self) -> Iterator[dict[str, Any]]:
+        """The grants, locked; what the caller changed is written back."""
+        path = os.path.join(self._claim.path, LEDGER)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before = file.read(1 << 20)
+            grants = _parse_grants(before)
+            yield grants
+            after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
+            if after != before:
+                file.seek(0)
+                file.truncate()
+                file.write(after)
+
+    def _grant(self, ledger: dict[str, Any]) -> int:
+        claim, mine = self._claim, self._grant_name(self.instance)
+        for name in list(ledger):
+            if name == mine or not self._is_alive(name):
+                del ledger[name]
+        taken = sum(grant["bytes"] for grant in ledger.values())
+        granted: int = min(claim.share_bytes, claim.cap_bytes - taken)
+        if granted < claim.needed_bytes:
+            others = ", ".join(f"pid {g['pid']} has {format_size(g['bytes'])}" for g in ledger.values())
+            left = format_size(max(0, claim.cap_bytes - taken))
+            needed = format_size(claim.needed_bytes)
+            message = f"{claim.path}: {left} of {format_size(claim.cap_bytes)} left, {needed} needed"
+            if ledger:
+                raise DirectoryInUseError(f"{message} ({others}); give each server its own share or its own root_dir")
+            raise ValueError(f"{message}; raise disk_bytes_to_use or lower segment_bytes")
+        ledger[mine] = {"bytes": granted, "pid": os.getpid()}
+        return granted
+
+    def _is_alive(self, grant_name: str) -> bool:
+        """Whether a live process holds the instance's lock. Names come from a file, so they are checked."""
+        namespace, _, instance = grant_name.partition("/")
+        if not _NAMESPACE.fullmatch(namespace) or not _INSTANCE.fullmatch(instance):
+            return False
+        return _is_locked(os.path.join(self._claim.path, namespace, instance, "lock"))
+
+    def _lock_instance(self) -> tuple[str, IO[str]]:
+        owners = []
+        for name in self._claim.instances:
+            path = os.path.join(self.namespace_path, name)
+            _make_private_directory(path)
+            fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            file = os.fdopen(fd, "r+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owners.append(f"{path} by pid {file.read(20).strip() or 'unknown'}")
+                file.close()
+                continue
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            return name, file
+        raise DirectoryInUseError(f"in use: {', '.join(owners)}; stop that process or name another root or namespace")
+
+    def _describe(self) -> None:
+        path = os.path.join(self.namespace_path, "namespace.json")
+        if not os.path.lexists(path):
+            with open(path, "w", opener=_create_new) as file:
+                json.dump(self._claim.identity, file, indent=1, sort_keys=True, default=str)
+
+    # ---- bytes
+
+    def _instances(self) -> Iterator[tuple[str, str]]:
+        """(namespace path, instance path) of all of kvdisk's instances under the root."""
+        for namespace in _entries(self._claim.path):
+            if _NAMESPACE.fullmatch(namespace.name) and namespace.is_dir(follow_symlinks=False):
+                for instance in _entries(namespace.path):
+                    if _INSTANCE.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
+                        yield namespace.path, instance.path
+
+    def _used_bytes(self) -> int:
+        root = self._claim.path
+        paths = {root, os.path.join(root, LEDGER)}
+        for namespace, instance in self._instances():
+            paths |= {namespace, os.path.join(namespace, "namespace.json"), instance}
+            paths |= {entry.path for entry in _entries(instance) if _OURS_IN_INSTANCE.fullmatch(entry.name)}
+        return sum(_allocated_bytes(path) for path in paths)
+
+    def _remove_dead(self, wanted_bytes: int) -> int:
+        """Remove segments of instances that no live process owns, oldest first; bytes freed."""
+        dead = []
+        for _, instance in self._instances():
+            if instance != self.instance_path and not _is_locked(os.path.join(instance, "lock")):
+                dead += [entry for entry in _entries(instance) if _SEGMENT.fullmatch(entry.name)]
+        freed = 0
+        for entry in sorted(dead, key=lambda e: _modified(e.path)):
+            if freed >= wanted_bytes:
+                break
+            size = _allocated_bytes(entry.path)
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+                freed += size
+        return freed
+
+
+def check_root(path: str, allow_shared_root: bool) -> None:
+    """Refuse a root that is missing, not ours, not writable, or holds what is not kvdisk's.
+
+    Raises:
+        ValueError: with the path and the command that mends it.
+    """
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; on the disk kvdisk shall use: mkdir -m 700 {path}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be used: {error.strerror}") from None
+    if not stat.S_ISDIR(info.st_mode):
+        raise ValueError(f"{path} is not a directory; name one that kvdisk may fill")
+    if not allow_shared_root and info.st_uid != os.geteuid():
+        raise ValueError(
+            f"{path} belongs to uid {info.st_uid}, not to {os.geteuid()}: others could plant data there; "
+            f"chown it, or set allow_shared_root if you trust its owner"
+        )
+    if not allow_shared_root and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):o}): chmod 700 {path}, "
+            f"or set allow_shared_root if you trust them"
+        )
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{path} is not writable by uid {os.geteuid()}; chmod or chown it")
+    names = set(os.listdir(path))
+    foreign = sorted(name for name in names - _HARMLESS if name != LEDGER and not _NAMESPACE.fullmatch(name))
+    if foreign and LEDGER not in names:
+        raise ValueError(
+            f"{path} holds files that are not kvdisk's ({', '.join(foreign[:3])}); "
+            f"name an empty directory: mkdir -m 700 {os.path.join(path, 'kvdisk')}"
+        )
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ValueError(f"{path} is on a file system that is mounted read-only")
+
+
+def _parse_grants(raw: str) -> dict[str, Any]:
+    """The ledger's grants; whatever is not as we write it counts for nothing (live owners still hold their locks)."""
+    try:
+        grants = json.loads(raw)["grants"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    if not isinstance(grants, dict):
+        return {}
+    return {
+        name: {"bytes": grant["bytes"], "pid": grant["pid"]}
+        for name, grant in grants.items()
+        if isinstance(grant, dict)
+        and all(isinstance(grant.get(field), int) and grant[field] >= 0 for field in ("bytes", "pid"))
+    }
+
+
+def _make_private_directory(path: str) -> None:
+    """`path` as a 0700 directory of ours; an existing one must be that already (a link is not).
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)  # whatever the umask
+    except FileExistsError:
+        info = os.lstat(path)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            raise ValueError(f"{path} is not a directory of uid {os.geteuid()}; remove it") from None
+        if info.st_mode & 0o077:
+            os.chmod(path, 0o700)
+
+
+def _is_locked(path: str) -> bool:
+    """Whether a live process holds the flock on `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _allocated_bytes(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _modified(path: str) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _create_new(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

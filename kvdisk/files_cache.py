@@ -1,0 +1,95 @@
+"""Open segment files, a bounded number of them, whatever the number of segments."""
+
+import asyncio
+import contextlib
+import resource
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from kvdisk.commands import SegmentFile
+from kvdisk.io.protocol import Engine
+from kvdisk.io.transfer import TransferLateError
+
+OPEN_FILES_MAX = 256
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    fd: int
+    users: int = 0
+
+
+class OpenFiles:
+    """Descriptors by segment file, least recently used idle ones closed first. Used on one event loop."""
+
+    def __init__(self, engine: Engine, threads: Executor) -> None:
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = max(8, min(OPEN_FILES_MAX, soft_limit // 4))
+        self._engine = engine
+        self._threads = threads
+        self._files: OrderedDict[SegmentFile, _OpenFile] = OrderedDict()
+        self._opening: dict[SegmentFile, asyncio.Future[int]] = {}
+
+    def add(self, file: SegmentFile, fd: int) -> None:
+        """Take over the descriptor of a file just created."""
+        self._files[file] = _OpenFile(fd)
+        self._close_idle()
+
+    @contextlib.asynccontextmanager
+    async def use(self, file: SegmentFile, path: str) -> AsyncIterator[int]:
+        """The descriptor of `file`, opened if need be; it is not closed meanwhile, nor while a late transfer uses it."""
+        while (entry := self._files.get(file)) is None:
+            await self._open(file, path)
+        entry.users += 1
+        self._files.move_to_end(file)
+        self._close_idle()
+        try:
+            yield entry.fd
+        except TransferLateError as late:
+            late.settled.add_done_callback(lambda _: self._done(entry))
+            raise
+        except BaseException:
+            self._done(entry)
+            raise
+        else:
+            self._done(entry)
+
+    def close_one(self, file: SegmentFile) -> None:
+        """Close the descriptor of a file that is about to be removed."""
+        entry = self._files.pop(file, None)
+        if entry is not None:
+            self._engine.close_file(entry.fd)
+
+    def close(self) -> None:
+        """Close all that nobody uses; one that a hung I/O still uses is left to the end of the process."""
+        self._limit = 0
+        self._close_idle()
+
+    async def _open(self, file: SegmentFile, path: str) -> None:
+        """See that `file` is open; several may ask at once."""
+        opening = self._opening.get(file)
+        if opening is None:
+            loop = asyncio.get_running_loop()
+            opening = self._opening[file] = loop.run_in_executor(self._threads, self._engine.open_file, path)
+            try:
+                self._files[file] = _OpenFile(await opening)
+            finally:
+                del self._opening[file]
+        else:
+            await asyncio.wait([opening])
+            if opening.exception() is None and file not in self._files:
+                await asyncio.sleep(0)  # whoever opened it enters it next
+
+    def _done(self, entry: _OpenFile) -> None:
+        entry.users -= 1
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        if len(self._files) <= self._limit:
+            return
+        for file in [file for file, entry in self._files.items() if not entry.users]:
+            self._engine.close_file(self._files.pop(file).fd)
+            if len(self._files) <= self._limit:
+                return

@@ -1,0 +1,141 @@
+"""Recovery: what the segment files of an instance hold, found by reading headers and footers alone.
+
+Nothing is trusted and nothing is fatal. A sealed segment costs two or three small reads; one that was still open is
+walked pack by pack. Where a header is torn, packs behind it may still be whole (several are in flight at a time), so
+the walk looks ahead as far as writes can have been in flight. Payloads are not read: they are verified when first used.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvdisk import layout
+from kvdisk.bounce import BouncePool
+from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
+from kvdisk.files_cache import OpenFiles
+from kvdisk.io.protocol import Span
+from kvdisk.io.transfer import Transfer
+from kvdisk.layout import Pack, SegmentHeader
+from kvdisk.units import MIB, round_up
+from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
+
+logger = logging.getLogger("kvdisk")
+
+_AT_ONCE = 16
+_HEADER_GUESS_BYTES = 64 << 10
+_TAIL_GUESS_BYTES = 64 << 10
+
+
+class Scanner:
+    """Reads the segments of one store. `fingerprint`: of the namespace; segments of another are not ours."""
+
+    def __init__(
+        self, files: OpenFiles, transfer: Transfer, bounce: BouncePool, *, fingerprint: bytes, segment_bytes: int
+    ) -> None:
+        self._files = files
+        self._transfer = transfer
+        self._bounce = bounce
+        self._fingerprint = fingerprint
+        self._segment_bytes = segment_bytes
+
+    async def scan(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[ScannedSegment]:
+        """One result a file, in order; a file that cannot be read counts as holding nothing."""
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(file: SegmentFile, path: str) -> ScannedSegment:
+            async with limit:
+                try:
+                    return await self._scan_file(file, path)
+                except OSError as error:
+                    logger.warning("%s cannot be read, its chunks are lost: %s", path, error)
+                    return ScannedSegment(file, None, sealed=False, packs=[], damaged=1)
+
+        return await asyncio.gather(*(one(file, path) for file, path in paths))
+
+    async def _scan_file(self, file: SegmentFile, path: str) -> ScannedSegment:
+        async with self._files.use(file, path) as fd:
+            raw = await self._read(fd, 0, layout.ALIGNMENT_MIN)
+            header = layout.decode_segment_header(raw, self._fingerprint)
+            if header is None or header.segment_bytes != self._segment_bytes:
+                return ScannedSegment(file, None, sealed=False, packs=[])
+            packs, damaged = await self._read_footer(fd, header)
+            if packs is not None:
+                return ScannedSegment(file, header, sealed=True, packs=[_scanned(pack, b"") for pack in packs])
+            walked = await self._walk(fd, header)
+            return ScannedSegment(file, header, sealed=False, packs=walked, damaged=damaged)
+
+    async def _read_footer(self, fd: int, header: SegmentHeader) -> tuple[list[Pack] | None, int]:
+        """The packs a footer names, or None and whether a footer was there but damaged."""
+        size = min(_TAIL_GUESS_BYTES, header.segment_bytes - header.alignment)
+        tail = await self._read(fd, header.segment_bytes - size, size)
+        needed = layout.footer_size(tail, header)
+        if needed == 0:
+            return None, 0
+        if needed > size:
+            tail = await self._read(fd, header.segment_bytes - needed, needed)
+        packs = layout.decode_footer(tail, header)
+        return packs, int(packs is None)
+
+    async def _walk(self, fd: int, header: SegmentHeader) -> list[ScannedPack]:
+        packs: list[ScannedPack] = []
+        offset = header.alignment
+        while offset < header.segment_bytes:
+            found = await self._pack_at(fd, offset, header)
+            if found is None:
+                ahead = await self._look_ahead(fd, offset, header)
+                if ahead is None:
+                    break
+                offset = ahead
+                continue
+            packs.append(found)
+            offset += found.pack_bytes
+        return packs
+
+    async def _pack_at(self, fd: int, offset: int, header: SegmentHeader) -> ScannedPack | None:
+        size = min(_HEADER_GUESS_BYTES, header.segment_bytes - offset)
+        raw = await self._read(fd, offset, size)
+        needed = round_up(layout.pack_header_size(raw), header.alignment)
+        if needed > size and offset + needed <= header.segment_bytes:
+            raw = await self._read(fd, offset, needed)
+        pack = layout.decode_pack(raw, offset, header)
+        return None if pack is None else _scanned(pack, raw[: pack.raw_bytes])
+
+    async def _look_ahead(self, fd: int, offset: int, header: SegmentHeader) -> int | None:
+        """Where the next whole pack begins, within what can have been in flight; None if there is none."""
+        pack_max = max(PACK_BYTES_MAX, header.segment_bytes // 4) + 2 * MIB
+        end = min(header.segment_bytes, offset + PACKS_INFLIGHT * pack_max)
+        at = offset
+        while at < end:
+            raw = await self._read(fd, at, min(MIB, end - at))
+            for start in range(0, len(raw), header.alignment):
+                candidate = at + start
+                if candidate > offset and layout.pack_header_size(raw[start : start + layout.PACK_HEADER_BYTES]):
+                    if await self._pack_at(fd, candidate, header) is not None:
+                        return candidate
+            at += len(raw)
+        return None
+
+    async def _read(self, fd: int, offset: int, size: int) -> bytes:
+        with self._bounce.take(size) as memory:
+            await self._transfer.read(fd, offset, [Span(memory, 0, size)])
+            return bytes(memory.view[:size])
+
+
+def _scanned(pack: Pack, raw: bytes) -> ScannedPack:
+    """A decoded pack as plain data; chunks with a codec or cipher this version does not know are left out."""
+    entries = pack.entries
+    known = ((entries["codec"] == layout.CODEC_NONE) & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
+    columns = zip(
+        known,
+        layout.entry_keys(entries),
+        layout.entry_keys(entries, "parent"),
+        entries["group"].tolist(),
+        entries["position"].tolist(),
+        (entries["offset"] + pack.offset).tolist(),
+        entries["stored_bytes"].tolist(),
+        entries["live_bytes"].tolist(),
+        entries["checksum"].tolist(),
+        strict=True,
+    )
+    chunks = [ScannedChunk(*fields) for readable, *fields in columns if readable]
+    return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, chunks)
