@@ -92,45 +92,49 @@ def _print_head(console: Console, models: Sequence[str], prompts: int, root_dir:
         f"[bold]kvdisk demo[/]: {' and '.join(models)}, {prompts} prompts of {PROMPT_TOKENS:,} tokens each, in chunks "
         f"of {BLOCKS_PER_CHUNK} blocks of {BLOCK_TOKENS} tokens",
         f"Machine: {summary()}; {root_dir} is on {file_system(root_dir)}",
-        "[dim]The models are tiny and random, and this may be a small machine: the times show that loading replaces",
-        "computing, not what a GPU server gains.[/]\n",
+        "[dim]The models are tiny and random, and this may be a small machine: the times show that loading replaces[/]",
+        "[dim]computing, not what a GPU server gains.[/]\n",
         sep="\n",
         soft_wrap=True,
     )
 
 
 def _print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """One table of all models, 80 columns wide."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model\n", no_wrap=True)
+    """A table a model, 80 columns wide, and what the words in it mean."""
+    for model in dict.fromkeys(row.model for row in rows):
+        console.print(_table([row for row in rows if row.model == model]))
+    io_engines = ", ".join(sorted({row.io_engine for row in rows}))
+    console.print(
+        f"I/O engine: {io_engines}. Tokens and times are medians over the prompts.",
+        "Identical: every token and every log probability, bit for bit, against the run with as many cached tokens",
+        "(computed, or the GPU's own cache). Of a chunk found damaged nothing is used; its prompt is computed.",
+        sep="\n",
+        soft_wrap=True,
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """One model's phases."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"[bold]{rows[0].model}[/]", title_justify="left")
     table.add_column("the same\nprompts", no_wrap=True)
     for name in ("cached\ntokens", "MiB\nwritten", "MiB\nread", "\nfiles", "first\ntoken", "against\ncomputed"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("output\n", no_wrap=True)
-    table.add_column("damage\n", no_wrap=True)
-    computed_s = {row.model: row.ttft_s for row in rows if row.phase == "computed"}
-    for i, row in enumerate(rows):
+    table.add_column("\noutput", no_wrap=True)
+    table.add_column("\ndamage", no_wrap=True)
+    computed_s = rows[0].ttft_s
+    for row in rows:
         table.add_row(
-            row.model if row.phase == "computed" else "",
             f"[red]{LABELS[row.phase]}[/]" if row.problems else LABELS[row.phase],
             f"{row.cached_tokens:,}",
             _mib(row.written_bytes),
             _mib(row.read_bytes),
             str(row.file_count),
             f"{row.ttft_s * 1e3:.0f} ms",
-            f"{row.ttft_s / computed_s[row.model]:.2f}",
+            f"{row.ttft_s / computed_s:.2f}",
             "identical" if row.is_identical else "[red]differs[/]",
             "found" if row.damaged_chunks else "none",
-            end_section=i + 1 == len(rows) or rows[i + 1].model != row.model,
         )
-    console.print(table)
-    console.print(
-        f"I/O engine: {', '.join(sorted({row.io_engine for row in rows}))}. Tokens and times are medians over the prompts.",
-        "Identical: every token and every log probability, bit for bit, against the run with as many cached tokens",
-        "(computed, or the GPU's own cache). Of a chunk found damaged nothing is used; its prompt is computed.",
-        sep="\n",
-        soft_wrap=True,
-    )
+    return table
 
 
 def _mib(count: int) -> str:
