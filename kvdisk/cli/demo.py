@@ -115,7 +115,7 @@ def _print_rows(console: Console, rows: Sequence[Row]) -> None:
 
 def _table(rows: Sequence[Row]) -> Table:
     """One model's phases."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"[bold]{rows[0].model}[/]", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=f"[bold]{rows[0].model}[/]", title_justify="left")
     table.add_column("the same\nprompts", no_wrap=True)
     for name in ("cached\ntokens", "MiB\nwritten", "MiB\nread", "\nfiles", "first\ntoken", "against\ncomputed"):
         table.add_column(name, justify="right", no_wrap=True)
