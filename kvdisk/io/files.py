@@ -58,16 +58,23 @@ class FileCalls:
 
     def create_unnamed_file(self, directory: str, size: int) -> int:
         """A file in `directory` that is gone with its descriptor, even after SIGKILL where the system has O_TMPFILE."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE
         try:
-            fd = os.open(directory, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)
+            try:
+                fd = os.open(directory, flags | (0 if self.buffered else os.O_DIRECT), 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                fd = os.open(directory, flags, 0o600)
+                self.use_buffered(f"opening a file in {directory} with O_DIRECT: {error.strerror}")
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
             path = os.path.join(directory, f".kvdisk-probe-{os.getpid()}-{os.urandom(8).hex()}")
             fd = self.create_file(path, size)
             os.unlink(path)
             return fd
-        return self._adopt(fd, f"/proc/self/fd/{fd}", size, nofollow=0)
+        return self._adopt(fd, directory, size, reopen=False)
 
     def open_file(self, path: str) -> int:
         """Open an existing regular file of ours for reading and writing; its descriptor."""
@@ -142,7 +149,7 @@ class FileCalls:
                 log.warning("%s: preallocation is not supported; space is not reserved, a full disk shows late", path)
             return
 
-    def _adopt(self, fd: int, path: str, size: int = 0, *, nofollow: int = os.O_NOFOLLOW) -> int:
+    def _adopt(self, fd: int, path: str, size: int = 0, *, reopen: bool = True) -> int:
         """Reserve `size` bytes, and take charge of `fd` or of a direct descriptor of the same file in its place.
 
         Closes `fd` when it fails. O_DIRECT comes with a second open, not with O_CREAT: where a file system refuses it,
@@ -151,9 +158,9 @@ class FileCalls:
         direct = -1
         try:
             self._allocate(fd, size, path)
-            if not self.buffered:
+            if reopen and not self.buffered:
                 try:
-                    direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | nofollow)
+                    direct = os.open(path, _OPEN_FLAGS | os.O_DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -169,7 +176,7 @@ class FileCalls:
             fd = direct
         with self._fds_lock:
             self._fds.add(fd)
-            if direct >= 0 and self.buffered:  # another thread gave up direct I/O in the meantime
+            if self.buffered:  # another thread gave up direct I/O in the meantime
                 _clear_flag(fd, os.O_DIRECT)
         return fd
 
