@@ -82,15 +82,20 @@ class DataPlane:
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_read = 0
 
-    def start(self, command: Command) -> None:
-        """Begin `command`; its completion is reported later."""
-        task = asyncio.get_running_loop().create_task(self._run(command))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def start(self, commands: Sequence[Command]) -> None:
+        """Begin `commands`, in order; their completions are reported later."""
+        loop = asyncio.get_running_loop()
+        for command in commands:
+            task = loop.create_task(self._run(command))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in progress."""
+    async def stop(self, timeout_s: float) -> bool:
+        """Wait for what is in progress and close files and threads; False if something still hangs."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        self.files.close()
+        self.threads.shutdown(wait=False)
         return not self._tasks
 
     async def _run(self, command: Command) -> None:

@@ -96,6 +96,17 @@ class Directory:
         names = os.listdir(self.instance_path)
         return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
 
+    def make_unique(self, taken: set[int]) -> list[int]:
+        """The segments there are, after renaming those whose number another root of this store has already."""
+        numbers = self.segment_numbers()
+        free = max([*numbers, *taken], default=-1) + 1
+        for position, number in enumerate(numbers):
+            if number in taken:
+                os.rename(self.segment_path(number), self.segment_path(free))
+                numbers[position] = free
+                free += 1
+        return numbers
+
     def create_segment(self, number: int, cost_bytes: int, create: Callable[[str], int]) -> int:
         """Reserve `cost_bytes` and call `create(path)` under the ledger's lock; its result.
 
@@ -109,6 +120,13 @@ class Directory:
             if excess > 0:
                 raise OSError(errno.ENOSPC, f"disk_bytes_to_use leaves no room in {self._claim.path}")
             return create(self.segment_path(number))
+
+    def trim_to_cap(self) -> None:
+        """Remove data of dead owners until the cap holds; it may have been lowered since they wrote it."""
+        with self._ledger():
+            excess = self._used_bytes() - self._claim.cap_bytes
+            if excess > 0:
+                self._remove_dead(excess)
 
     def used_bytes(self) -> int:
         """Bytes of kvdisk's under the root, by st_blocks."""

@@ -29,8 +29,8 @@ from kvdisk.writer import Writer, WriterConfig
 UNIT_BYTES = 4096
 """Unit of the arena: the alignment of direct I/O on every common disk."""
 
-SEGMENTS_MIN = 4
-"""Segments a root needs: one being filled, one read from, one to recycle, one to spare."""
+SEGMENTS_MIN = 3
+"""Segments a root needs: one being filled, one to read from, one to recycle."""
 
 
 class Presence(Enum):
@@ -228,6 +228,11 @@ class Store:
     def busy(self) -> bool:
         """Whether commands are out or waiting to go out, other than openings of spare segments."""
         return bool(self._wanted or self._reads or self._epochs or self.writer.busy)
+
+    @property
+    def epoch_pending(self) -> bool:
+        """Whether the last reset is not durable yet."""
+        return bool(self._epochs)
 
     def reset(self) -> int:
         """Every chunk is stale: all keys miss from now on, in memory and (once the epoch is written) after a restart.

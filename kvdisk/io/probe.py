@@ -164,3 +164,20 @@ async def _round_trip(engine: Engine, fd: int, unit: int) -> None:
         raise EngineUnavailableError(f"{engine.info.name}: the trial write and read failed: {error}") from error
     if memory.view[size : 2 * size] != wanted:
         raise EngineUnavailableError(f"{engine.info.name}: the trial read brought other bytes than were written")
+
+
+async def prove_directory(engine: Engine, directory: str) -> Alignment:
+    """The alignment in a further directory of a started engine, after a write and read back of random bytes there.
+
+    Raises:
+        OSError: the directory does not work.
+        EngineUnavailableError: what came back is not what was written.
+    """
+    assert isinstance(engine, (UringEngine, PosixEngine))
+    fd = await asyncio.to_thread(engine.create_unnamed_file, directory, 3 * _ALIGNMENT_MAX)
+    try:
+        alignment = file_alignment(fd)
+        await _round_trip(engine, fd, min(max(alignment.unit, mmap.PAGESIZE), _ALIGNMENT_MAX))
+    finally:
+        await asyncio.to_thread(engine.close_file, fd)
+    return alignment
