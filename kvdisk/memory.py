@@ -17,7 +17,9 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -57,6 +59,7 @@ def private_memory(size: int) -> Memory:
         MemoryError: the system does not give that much.
     """
     size = _round_up(size)
+    _check_available(size)
     memory = _map(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     # After fork the parent's pages are copied on write. The copy of a page under I/O goes to whoever writes first, and
     # registered (pinned) pages are copied by fork itself: a child that never looks at the arena would double it.
@@ -87,7 +90,8 @@ def shared_memory(size: int) -> tuple[Memory, int]:
     try:
         return _shared(size, os.MFD_HUGETLB | os.MFD_HUGE_2MB, "huge (hugetlb)")
     except (MemoryError, OSError):
-        pass  # No pool, no room in it, or a cgroup's limit on it: ordinary pages serve.
+        pass  # no pool, no room in it, or a cgroup's limit on it: ordinary pages serve
+    _check_available(size)
     memory, fd = _shared(size, 0, "shared 4 KiB")
     if _huge_bytes(memory) * 2 > size:
         memory.pages = "shared huge"
@@ -130,6 +134,60 @@ def shmem_huge_pages_allowed() -> bool:
     except OSError:
         return False
     return any(f"[{mode}]" in text for mode in ("always", "within_size", "advise", "force"))
+
+
+def available_bytes() -> int:
+    """Memory that this process can take before the system, or a memory cgroup above it, runs out.
+
+    Sources: MemAvailable of /proc/meminfo; limit less usage of each cgroup, page cache that it could drop not counted.
+    """
+    return min([_meminfo_available(), *_cgroups_available()])
+
+
+def _check_available(size: int) -> None:
+    """Refuse what is not there. The kernel would promise it, and then kill a process, perhaps another one, for it."""
+    available = available_bytes()
+    if size > available:
+        raise MemoryError(
+            f"cannot get {size} bytes ({size / (1 << 30):.2f} GiB) of memory: {available} bytes are available. "
+            "Ask for less, or raise the memory limit of the container"
+        )
+
+
+def _meminfo_available() -> int:
+    for line in _read_lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return sys.maxsize
+
+
+def _cgroups_available() -> Iterator[int]:
+    """What each memory cgroup of this process, of version 1 or 2, and each above it leave free."""
+    for line in _read_lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
+        elif "memory" in controllers.split(","):
+            root, limit = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            usage, cache = "memory.usage_in_bytes", "total_inactive_file "
+        else:
+            continue
+        # Seen from inside a container, the path may be that of the host and not exist here; its root always does.
+        place = Path(root + path)
+        for directory in (place, *place.parents):
+            texts = _read_lines(directory / limit), _read_lines(directory / usage)
+            if all(text and text[0].isdigit() for text in texts):
+                droppable = [row.split()[1] for row in _read_lines(directory / "memory.stat") if row.startswith(cache)]
+                yield int(texts[0][0]) - int(texts[1][0]) + sum(map(int, droppable))
+            if str(directory) == root:
+                break
+
+
+def _read_lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _round_up(size: int) -> int:
@@ -258,12 +316,8 @@ def _huge_bytes(memory: Memory) -> int:
 
 def _residency(memory: Memory) -> tuple[int, int]:
     """(largest page size by construction, bytes now in transparent huge pages), from /proc/self/smaps."""
-    page_size = huge = overlap = 0
-    try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-    except OSError:
-        return mmap.PAGESIZE, 0
-    for line in lines:
+    page_size, huge, overlap = mmap.PAGESIZE, 0, 0
+    for line in _read_lines("/proc/self/smaps"):
         first, _, rest = line.partition(" ")
         if not first.endswith(":"):  # "7f0000000000-7f0000200000 rw-p ...": the head of the next mapping
             low, high = (int(part, 16) for part in first.split("-"))
