@@ -148,10 +148,11 @@ class Ring:
         self._large: list[Vector] = []
         self._completions: deque[tuple[int, int]] = deque()
         self._open = False
+        self.eventfd = -1
         self._ring = self._set_up(iodepth)
         self._open = True
         try:
-            self.eventfd: int = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self.eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             lib.io_uring_register_eventfd(self._ring, self.eventfd)
         except BaseException:
             self.close()
@@ -172,11 +173,16 @@ class Ring:
                 return ring
         raise AssertionError("unreachable")
 
+    @property
+    def ours(self) -> bool:
+        """Whether this process made it, rather than having been forked from the one that did."""
+        return os.getpid() == self._pid
+
     def check_owner(self) -> None:
         """Refuse a forked child and other threads, before they touch shared memory."""
         if not self._open:
             raise RuntimeError("this io_uring is closed")
-        if os.getpid() != self._pid:
+        if not self.ours:
             raise RuntimeError("an io_uring does not survive fork: open kvdisk in the process that uses it")
         if threading.get_ident() != self._thread:
             raise RuntimeError("an io_uring belongs to the thread that started it (the event loop's)")
@@ -282,11 +288,10 @@ class Ring:
         if not self._open:
             return
         self._open = False
-        if os.getpid() != self._pid:
-            return
-        self._lib.io_uring_queue_exit(self._ring)
-        if hasattr(self, "eventfd"):
-            os.close(self.eventfd)
+        if self.ours:
+            self._lib.io_uring_queue_exit(self._ring)
+            if self.eventfd >= 0:
+                os.close(self.eventfd)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

@@ -104,10 +104,11 @@ class UringEngine(FileCalls):
         ring, self._ring = self._ring, None
         if ring is None:
             return
+        # A forked child shares the parent's epoll: taking the reader off there would deafen the parent.
+        if ring.ours and self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(ring.eventfd)
         if self._retry is not None:
             self._retry.cancel()
-        if self._loop is not None and not self._loop.is_closed() and hasattr(ring, "eventfd"):
-            self._loop.remove_reader(ring.eventfd)
         _abandoned.extend(self._inflight.values())
         ring.close()
 
