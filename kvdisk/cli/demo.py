@@ -14,7 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.demo_run import BLOCK_TOKENS, BLOCKS_PER_CHUNK, MODELS, PROMPT_TOKENS, Demo, PhaseFailed, Row
+from kvdisk.cli.demo_run import BLOCK_TOKENS, BLOCKS_PER_CHUNK, MODELS, PROMPT_TOKENS, Demo, Row
+from kvdisk.cli.engine_process import EngineFailed
 from kvdisk.cli.machine import file_system, summary
 from kvdisk.cli.tiny_models import CONFIGS
 
@@ -59,7 +60,7 @@ def demo(models: Sequence[str], prompts: int, root_dir: Path | None, json_path: 
     started = time.monotonic()
     try:
         rows = _run(console, work_dir, root_dir, models or MODELS, prompts)
-    except PhaseFailed as failure:
+    except EngineFailed as failure:
         raise click.ClickException(f"{failure}\nKept for a look: {work_dir}") from None
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1))

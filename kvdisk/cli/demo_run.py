@@ -1,4 +1,4 @@
-"""What `kvdisk demo` does: four ways to meet the same prompts, and what must hold in each.
+"""What `kvdisk demo` does: five ways to meet the same prompts, and what must hold in each.
 
     computed       nothing is cached: the model computes every token, kvdisk stores
     GPU cache      the same prompts again: vLLM's own prefix cache, the reference for speed and for every bit
@@ -10,21 +10,18 @@ Outputs are compared bit for bit, log probabilities included, with the run that 
 depend on how a prompt was split into steps, so another comparison would blame the cache for the arithmetic. Prompts are
 whole chunks and a short rest, which makes the GPU's hits and kvdisk's equally long.
 
-Engines run in processes of their own (kvdisk/vllm/demo_phase.py). What can fail: `PhaseFailed`, with the log's path.
+Engines run in processes of their own (engine_process.py). What can fail: `EngineFailed`, with the log's path.
 """
 
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvdisk.cli import tiny_models
+from kvdisk.cli.engine_process import EngineFailed, run_engine
 from kvdisk.cli.segment_files import StoredChunk, chunks_of, files_of, flip_byte
 
 BLOCK_TOKENS = 128  # what vLLM's CPU attention prefers; any GPU backend takes it too
@@ -34,14 +31,9 @@ REST_TOKENS = 100  # fewer than a block: computed in every phase
 CACHEABLE_TOKENS = CHUNKS * BLOCKS_PER_CHUNK * BLOCK_TOKENS
 PROMPT_TOKENS = CACHEABLE_TOKENS + REST_TOKENS
 MODELS = ("llama", "gemma4")
-LOG_LINES_SHOWN = 25
 
 Request = dict[str, Any]
 Stats = dict[str, Any]
-
-
-class PhaseFailed(Exception):
-    """An engine's process ended without a result; the message has its log's path and last lines."""
 
 
 @dataclass
@@ -86,7 +78,7 @@ class Demo:
         """All phases of these models; each row as soon as its engine has ended.
 
         Raises:
-            PhaseFailed: an engine did not get to its end.
+            EngineFailed: an engine did not get to its end.
         """
         tiny_models.write(self.work_dir / "models")
         for model in models:
@@ -161,7 +153,7 @@ class ModelDemo:
             for chunk in chunks_of(path):
                 if not chunk.parent:
                     return chunk
-        raise PhaseFailed(f"{self.model}: no chunk of a prompt's start is in {self.root}: was anything stored?")
+        raise EngineFailed(f"{self.model}: no chunk of a prompt's start is in {self.root}: was anything stored?")
 
     def _row(self, phase: str, step: dict[str, Any], before: Stats, after: Stats | None = None) -> Row:
         """Measure one step; `after` where what it caused on the disk ended only in a later step."""
@@ -198,54 +190,28 @@ class ModelDemo:
         return {"do": "generate", "prompts": prompts}
 
     def _process(self, name: str, actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run `actions` in an engine of a new process; what each of them reports."""
-        plan = {"engine": self._engine_arguments(), "actions": actions}
-        base = self.demo.work_dir / f"{self.model}-{name}"
-        plan_path, result_path, log_path = (base.with_suffix(suffix) for suffix in (".plan.json", ".json", ".log"))
-        plan_path.write_text(json.dumps(plan))
-        environment = {
-            **os.environ,
-            **tiny_models.environment(self.demo.work_dir / "models"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the manager's counters are read in the same process
+        """Run `actions` in an engine of a new process; the connector's configuration is a user's, only smaller."""
+        connector = {
+            "spec_name": "KVDiskOffloadingSpec",
+            "spec_module_path": "kvdisk.vllm",
+            "root_dir": str(self.root),
+            "disk_bytes_to_use": "1GiB",
+            "cpu_bytes_to_use": "256MiB",
+            "segment_bytes": "16MiB",
+            "blocks_per_chunk": BLOCKS_PER_CHUNK,
         }
-        command = [sys.executable, "-m", "kvdisk.vllm.demo_phase", str(plan_path), str(result_path)]
-        with log_path.open("w") as log:
-            status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-        if status or not result_path.exists():
-            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-            raise PhaseFailed(f"{self.model}, {name}: exit status {status}\n{tail}\nThe whole log: {log_path}")
-        results = json.loads(result_path.read_text())
-        assert isinstance(results, list)
-        return results
-
-    def _engine_arguments(self) -> dict[str, Any]:
-        """Arguments of vllm.LLM; the connector's are what a user would write, only smaller."""
-        return {
-            "model": str(self.demo.work_dir / "models" / self.model),
-            "load_format": tiny_models.LOAD_FORMAT,
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "max_model_len": 8192,
-            "max_num_seqs": 1,  # one request at a time, so that every run splits it into the same steps
+        engine = {
+            "model": self.model,
             "block_size": BLOCK_TOKENS,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "seed": 0,
-            "disable_log_stats": False,
             "kv_transfer_config": {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "spec_name": "KVDiskOffloadingSpec",
-                    "spec_module_path": "kvdisk.vllm",
-                    "root_dir": str(self.root),
-                    "disk_bytes_to_use": "1GiB",
-                    "cpu_bytes_to_use": "256MiB",
-                    "segment_bytes": "16MiB",
-                    "blocks_per_chunk": BLOCKS_PER_CHUNK,
-                },
+                "kv_connector_extra_config": connector,
             },
         }
+        base, models_dir = self.demo.work_dir / f"{self.model}-{name}", self.demo.work_dir / "models"
+        in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the manager's counters are read in the same process
+        return run_engine(base, models_dir, engine, actions, in_process)
 
 
 def _warm_up() -> dict[str, Any]:
