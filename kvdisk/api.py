@@ -24,8 +24,8 @@ from kvdisk.memory import private_memory
 from kvdisk.options import Options, parse_options, reject_unknown
 from kvdisk.resident import Resident
 from kvdisk.service import Service, Tenancy
-from kvdisk.store import UNIT_BYTES, Presence
-from kvdisk.units import MIB, parse_size, round_up
+from kvdisk.store import Presence
+from kvdisk.units import MIB, UNIT_BYTES, parse_size, round_up
 
 ARENA_BYTES_DEFAULT = 256 * MIB
 

@@ -33,8 +33,7 @@ from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.plan import pack_size, stored_bytes
-from kvdisk.store import UNIT_BYTES
-from kvdisk.units import round_up
+from kvdisk.units import UNIT_BYTES, round_up
 
 logger = logging.getLogger("kvdisk")
 

@@ -281,6 +281,20 @@ class Directory:
         return freed
 
 
+def check_room(path: str, cap_bytes: int, share_bytes: int, needed_bytes: int, allow_shared_root: bool) -> None:
+    """Refuse, before a claim, a root that `Directory` would refuse: unusable, too small a cap, or granted to others.
+
+    Raises:
+        ValueError, DirectoryInUseError: as `check_root` and `Directory`.
+    """
+    check_root(path, allow_shared_root)
+    if min(cap_bytes, share_bytes) < needed_bytes:
+        raise ValueError(
+            f"disk_bytes_to_use gives this engine {format_size(share_bytes)} in {path} and it needs "
+            f"{format_size(needed_bytes)}; raise disk_bytes_to_use or lower segment_bytes"
+        )
+
+
 def check_root(path: str, allow_shared_root: bool) -> None:
     """Refuse a root that is missing, not ours, not writable, or holds what is not kvdisk's.
 

@@ -77,13 +77,8 @@ _EXAMPLES = {
 
 
 def _roots(value: object, name: str) -> tuple[str, ...]:
-    if isinstance(value, (str, os.PathLike)):
-        roots = [value]
-    elif isinstance(value, (list, tuple)):
-        roots = list(value)
-    else:
-        roots = [None]
-    if not all(isinstance(root, (str, os.PathLike)) and os.fspath(root) for root in roots):
+    roots = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not roots or not all(isinstance(root, (str, os.PathLike)) and os.fspath(root) for root in roots):
         raise ValueError(f"{name}={value!r} is not a path or a list of paths")
     paths = tuple(os.path.realpath(os.fsdecode(root)) for root in roots)
     if len(set(paths)) < len(paths):

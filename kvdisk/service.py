@@ -169,6 +169,7 @@ class Service:
             plane.bounce,
             fingerprint=config.fingerprint,
             segment_bytes=config.segment_bytes,
+            alignment=config.alignment,
         )
         epochs = [directory.read_epoch() for directory in self._directories]
         known = [epoch for epoch in epochs if epoch is not None]

@@ -23,11 +23,8 @@ from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
 from kvdisk.plan import Wanted, merge_reads, stored_bytes
 from kvdisk.resident import Resident, State
 from kvdisk.segments import Segment, SegmentState, SegmentTable
-from kvdisk.units import round_up
+from kvdisk.units import UNIT_BYTES, round_up
 from kvdisk.writer import Writer, WriterConfig
-
-UNIT_BYTES = 4096
-"""Unit of the arena: the alignment of direct I/O on every common disk."""
 
 SEGMENTS_MIN = 3
 """Segments a root needs: one being filled, one to read from, one to recycle."""
@@ -129,13 +126,21 @@ class Store:
         """Live bytes of a chunk on each rank."""
         return (live_bytes,) if self.config.group_parts is None else self.config.group_parts[group]
 
+    def can_reserve(self, units: int) -> bool:
+        """Whether slots of `units` in all may be stored into now, as far as bounds go."""
+        return self._unflushed_units + units <= self.arena.unit_count // 2
+
+    def could_reserve(self, units: int) -> bool:
+        """Whether that will be so once what is unflushed has been flushed."""
+        return units <= self.arena.unit_count // 2 and self.writer.busy
+
     def reserve(self, key: bytes, group: int, parts: tuple[int, ...], position: int, parent: bytes) -> Resident | None:
         """A slot to fill for a chunk that is not here, or None: no slot now, or too much is unflushed already.
 
         The caller fills it and then calls `commit` or `abandon`.
         """
         assert 0 < len(key) <= KEY_BYTES_MAX and key not in self._residents
-        if self._unflushed_units + self._units(parts) > self.arena.unit_count // 2:
+        if not self.can_reserve(self._units(parts)):
             self.counters["stores_refused_unflushed"] += 1
             return None
         resident = self._place(Resident(key, group, parts, position, parent, State.FILLING))

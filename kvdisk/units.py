@@ -9,6 +9,9 @@ from decimal import Decimal
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
+UNIT_BYTES = 4096
+"""Unit of the arena: the alignment that direct I/O wants on almost every disk (statx's dio fields say 512 or 4096)."""
+
 _UNITS = {
     "": 1,
     "b": 1,

@@ -143,7 +143,7 @@ def weights_fingerprint(place: str) -> str:
             paths = [place]
         else:
             paths = [entry.path for entry in os.scandir(place)]
-        paths = [path for path in paths if path.endswith(_WEIGHTS) or os.path.basename(path) == "config.json"]
+        paths = [path for path in paths if path.endswith(_WEIGHTS)]  # config.json is in by its content, see _hf_config_digest
         lines = []
         for path in sorted(paths):
             status = os.stat(path)
@@ -226,6 +226,8 @@ def _scalar(value: Any) -> Fact:
         return value.name
     if isinstance(value, (str, bool, int)):
         return value
+    if isinstance(value, torch.dtype):
+        return str(value)
     try:
         return _json(value)
     except Exception:  # circular, or with keys that JSON cannot order
