@@ -139,7 +139,9 @@ def test_requests_for_one_prefix_at_the_same_time_all_load_it(start: Start) -> N
     first.serve(prompts(1))
     first.close()
     second = start("full_and_window")
-    assert_loaded(second.serve(prompts(1) * 4), whole_chunks(second))
+    outcomes = second.serve(prompts(1) * 4)  # those that come later may find the first one's blocks on the GPU
+    assert min(o.cached_tokens for o in outcomes) == whole_chunks(second)
+    assert all(o.pages_wrong == 0 < o.pages_right for o in outcomes)
 
 
 def test_the_harness_sees_a_single_wrong_page(start: Start) -> None:
