@@ -1,5 +1,23 @@
-"""The vLLM adapter, for vLLM 0.32 and 0.33: name it with `spec_name` and `spec_module_path: kvdisk.vllm`."""
+"""The vLLM adapter, for vLLM 0.32 and 0.33.
 
-from kvdisk.vllm.spec import KVDiskOffloadingSpec
+`spec_name: KVDiskOffloadingSpec` is all that vLLM needs to find it (plugin.py registers the name); where plugins are
+switched off (VLLM_PLUGINS), `spec_module_path: kvdisk.vllm` does the same. Nothing of vLLM's or torch's is imported
+before the class is asked for, so that other processes of vLLM pay nothing for an installed kvdisk.
+"""
 
-__all__ = ["KVDiskOffloadingSpec"]
+from typing import Any
+
+SUPPORTED = ((0, 32), (0, 33))
+
+__all__ = ["KVDiskOffloadingSpec"]  # noqa: F822 - by __getattr__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVDiskOffloadingSpec":
+        from kvdisk.vllm.version import check_version
+
+        check_version()
+        from kvdisk.vllm.spec import KVDiskOffloadingSpec
+
+        return KVDiskOffloadingSpec
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
