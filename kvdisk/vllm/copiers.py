@@ -23,9 +23,10 @@ import numpy.typing as npt
 import torch
 
 from kvdisk.geometry import Geometry
+from kvdisk.units import UNIT_BYTES
 from kvdisk.vllm.device import PIECE_BYTES, Device, Pinning
 from kvdisk.vllm.mapping import GroupTransfer, Int64s
-from kvdisk.vllm.share import UNIT_BYTES, Share
+from kvdisk.vllm.share import Share
 
 
 @dataclass(slots=True)

@@ -143,7 +143,9 @@ def weights_fingerprint(place: str) -> str:
             paths = [place]
         else:
             paths = [entry.path for entry in os.scandir(place)]
-        paths = [path for path in paths if path.endswith(_WEIGHTS)]  # config.json is in by its content, see _hf_config_digest
+        paths = [
+            path for path in paths if path.endswith(_WEIGHTS)
+        ]  # config.json is in by its content, see _hf_config_digest
         lines = []
         for path in sorted(paths):
             status = os.stat(path)

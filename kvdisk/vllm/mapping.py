@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.units import round_up
-from kvdisk.vllm.share import UNIT_BYTES
+from kvdisk.units import UNIT_BYTES, round_up
 
 Int64s = npt.NDArray[np.int64]
 

@@ -18,6 +18,7 @@ What can fail: ranks that never come, or that disagree. Both are `RendezvousErro
 with one peer (it dies, it is stale, it talks nonsense) is waited out until the deadline, and then reported.
 """
 
+import atexit
 import contextlib
 import hashlib
 import logging
@@ -119,7 +120,14 @@ def _after_fork_in_child() -> None:
     _servers.clear()
 
 
+def _remove_sockets() -> None:
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+
+
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_remove_sockets)  # for tidiness; who is killed leaves a name behind, and the next offer removes it
 
 
 def offer(engine_id: str, share: Share) -> None:

@@ -29,9 +29,8 @@ import numpy.typing as npt
 from kvdisk.geometry import JSON_BYTES_MAX, Geometry
 from kvdisk.io.protocol import Memory
 from kvdisk.memory import map_shared_memory, private_memory, shared_memory
-from kvdisk.units import round_up
+from kvdisk.units import UNIT_BYTES, round_up
 
-UNIT_BYTES: Final = 4096
 TICKETS: Final = 65536  # far more jobs than vLLM keeps in flight; two live tickets must not be this far apart
 POISONED: Final = 0xFFFF_FFFF  # in blocks_written: the transfer could not be mapped, the slot's bytes mean nothing
 UNIT_COUNT_MAX: Final = 1 << 31  # 8 TiB a rank

@@ -19,7 +19,7 @@ cache unnoticed.
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -33,11 +33,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvdisk.geometry import Geometry, View, check_views
-from kvdisk.units import round_up
+from kvdisk.units import UNIT_BYTES, round_up
 from kvdisk.vllm.copiers import CpuCopier, DeviceCopier, Job, strided
 from kvdisk.vllm.device import Device, PlatformDevice
 from kvdisk.vllm.mapping import GroupTransfer, map_load, map_store
-from kvdisk.vllm.share import POISONED, UNIT_BYTES, Share
+from kvdisk.vllm.share import POISONED, Share
 from kvdisk.vllm.slots_spec import SlotsSpec
 
 logger = logging.getLogger("kvdisk")
@@ -58,6 +58,7 @@ class KVDiskWorker(OffloadingWorker):
         units: the share whose units are read and written, if not `share` (replicated layouts: rank 0's).
         device: a stand-in for the accelerator, for tests; by default chosen by the tensors' device.
         layer_names: for messages, the layer of each page, one sequence a group.
+        on_shutdown: called once, when nothing touches the share any more (to withdraw its offer).
 
     Raises:
         ValueError: a view reaches past its storage, or is not what vLLM promises; it names group, layer and numbers.
@@ -72,6 +73,7 @@ class KVDiskWorker(OffloadingWorker):
         units: Share | None = None,
         device: Device | None = None,
         layer_names: Sequence[Sequence[str]] = (),
+        on_shutdown: Callable[[], None] | None = None,
     ) -> None:
         self._share = share
         self._home = share if units is None else units
@@ -84,6 +86,7 @@ class KVDiskWorker(OffloadingWorker):
         self._finished: list[TransferResult] = []
         self._jobs: dict[int, Job] = {}
         self._closed = False
+        self._on_shutdown = on_shutdown
         self._warned_at = -_WARN_EVERY_S
         on_cpu = device is None and self._tensors[0].device.type == "cpu"
         self._copier: CpuCopier | DeviceCopier = (
@@ -186,6 +189,8 @@ class KVDiskWorker(OffloadingWorker):
         self._finished.clear()
         self._copier.close()
         self._tensors.clear()
+        if self._on_shutdown is not None:
+            self._on_shutdown()
 
     def _track(self, job: Job) -> None:
         if job.end is None:  # CPU tensors: it has ended already
