@@ -32,6 +32,7 @@ from kvdisk.io.spans import addresses
 log = logging.getLogger("kvdisk")
 
 _SELF_TEST_S: Final = 5
+_DISABLED: Final = "/proc/sys/kernel/io_uring_disabled"
 _RETRY_S: Final = 0.001
 _FIXED_FAILURES_MAX: Final = 3
 _TRANSIENT: Final = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
@@ -347,7 +348,7 @@ def _remedy(code: int | None) -> str:
     """What to do about an io_uring that cannot be set up."""
     if code == errno.EPERM:
         try:
-            with open("/proc/sys/kernel/io_uring_disabled") as file:
+            with open(_DISABLED) as file:
                 disabled = file.read().strip()
         except OSError:
             disabled = "0"
