@@ -31,8 +31,8 @@ format: setup ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## kvdisk bench; ARGS="--root DIR ..." are passed on
-	@$(BIN)/kvdisk bench $(ARGS)
+bench: setup ## kvdisk against fio on the disk of this checkout (ARGS="--root DIR --size 4GiB" to choose)
+	@PYTHONPATH=. $(BIN)/python bench/disk.py $(ARGS)
 
 clean: ## remove .venv and what the tools left behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
