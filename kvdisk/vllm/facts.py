@@ -139,15 +139,10 @@ def weights_fingerprint(place: str) -> str:
     "remote" if there is none of that name here. Contents are not read: that would take minutes at every start.
     """
     try:
-        if os.path.isfile(place):
-            paths = [place]
-        else:
-            paths = [entry.path for entry in os.scandir(place)]
-        paths = [
-            path for path in paths if path.endswith(_WEIGHTS)
-        ]  # config.json is in by its content, see _hf_config_digest
+        paths = [place] if os.path.isfile(place) else [entry.path for entry in os.scandir(place)]
         lines = []
-        for path in sorted(paths):
+        # config.json is not among them: it is in by its content, see _hf_config_digest.
+        for path in sorted(path for path in paths if path.endswith(_WEIGHTS)):
             status = os.stat(path)
             lines.append(f"{os.path.basename(path)} {status.st_size} {status.st_mtime_ns}\n")
     except OSError:
