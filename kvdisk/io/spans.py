@@ -77,10 +77,11 @@ def cut(spans: Sequence[Span], piece_bytes: int, alignment: int) -> Iterator[tup
     target = min(piece_bytes, -(-total // (count * alignment)) * alignment)
     piece: list[Span] = []
     held = 0
-    for memory, start, length in spans:
+    for span in spans:
+        memory, start, length = span
         while length:
             take = min(length, target - held)
-            piece.append(Span(memory, start, take))
+            piece.append(span if take == span.length else Span(memory, start, take))
             held, start, length = held + take, start + take, length - take
             if held == target or len(piece) == SPANS_MAX:
                 yield held, tuple(piece)

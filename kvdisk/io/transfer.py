@@ -35,7 +35,10 @@ _BACK_OFF_S: Final = 0.001  # doubled at each try: a quarter of a second in all
 
 
 class TransferLateError(TimeoutError):
-    """A transfer missed its deadline. Its memory must not be reused before `settled` is done."""
+    """A transfer missed its deadline. Its memory must not be reused before `settled` is done.
+
+    Being a TimeoutError it is an OSError, too: catch it before those, after which memory is free.
+    """
 
     def __init__(self, text: str, settled: "asyncio.Future[None]") -> None:
         super().__init__(text)
