@@ -198,9 +198,7 @@ class DataPlane:
         loop = asyncio.get_running_loop()
         directory = self._directories[command.file.root]
         size = command.header.segment_bytes
-        if command.recycle:
-            await loop.run_in_executor(self.threads, self._check_size, command.file, size)
-        else:
+        if not command.recycle:
             fd = await loop.run_in_executor(
                 self.threads,
                 directory.create_segment,
@@ -210,10 +208,15 @@ class DataPlane:
             )
             self.files.add(command.file, fd)
         try:
+            if command.recycle:
+                await loop.run_in_executor(self.threads, self._check_size, command.file, size)
             await self._write_block(command.file, 0, layout.encode_segment_header(command.header))
+        except TransferLateError:
+            raise  # the kernel may still write to it
         except OSError:
-            if not command.recycle:
-                await loop.run_in_executor(self.threads, self._remove, command.file)
+            # What was in it is given up already, and what is in it now nobody knows.
+            self.files.close_one(command.file)
+            await loop.run_in_executor(self.threads, self._engine.remove_file, self._path(command.file))
             raise
 
     def _check_size(self, file: SegmentFile, size: int) -> None:
@@ -225,10 +228,6 @@ class DataPlane:
             self._engine.close_file(fd)
         if found != size:
             raise OSError(errno.EIO, f"{self._path(file)} has {found} bytes instead of {size}")
-
-    def _remove(self, file: SegmentFile) -> None:
-        self.files.close_one(file)
-        self._engine.remove_file(self._path(file))
 
     async def _write_block(self, file: SegmentFile, offset: int, data: bytes) -> None:
         with self.bounce.take(len(data)) as memory:

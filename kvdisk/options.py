@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvdisk.layout import ALIGNMENT_MIN
-from kvdisk.units import GIB, MIB, format_size, parse_size, round_up
+from kvdisk.units import GIB, MIB, UNIT_BYTES, format_size, parse_size, round_up
 
 ENGINES = ("auto", "io_uring", "posix")
 SEGMENT_BYTES_MIN = 1 * MIB
@@ -91,7 +90,7 @@ def _segment(value: object, name: str) -> int:
     if not SEGMENT_BYTES_MIN <= size <= SEGMENT_BYTES_MAX:
         limits = f"{format_size(SEGMENT_BYTES_MIN)} and {format_size(SEGMENT_BYTES_MAX)}"
         raise ValueError(f"{name}={value!r} is not between {limits}; the default is right for most disks")
-    return round_up(size, 16 * ALIGNMENT_MIN)
+    return round_up(size, 16 * UNIT_BYTES)
 
 
 def _arena(value: object, name: str) -> int:
