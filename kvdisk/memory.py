@@ -232,10 +232,16 @@ def _map(size: int, flags: int, fd: int) -> Memory:
         _libc.munmap(address + size, room + _HUGE_BYTES - address)
     # Views keep the array alive; when the last is gone the finalizer unmaps. Never at exit: see the module's text.
     array = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(array, _libc.munmap, address, size).atexit = False
+    weakref.finalize(array, _unmap, os.getpid(), address, size).atexit = False
     memory = Memory(memoryview(array).cast("B"), address, "4 KiB")
     _advise(memory, mmap.MADV_DONTDUMP)
     return memory
+
+
+def _unmap(pid: int, address: int, size: int) -> None:
+    """Not in a forked child: private memory is not there, and the addresses may hold something else by now."""
+    if os.getpid() == pid:
+        _libc.munmap(address, size)
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:

@@ -76,10 +76,11 @@ _EXAMPLES = {
 
 
 def _roots(value: object, name: str) -> tuple[str, ...]:
-    roots = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not roots or not all(isinstance(root, (str, os.PathLike)) and os.fspath(root) for root in roots):
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    roots = [os.fsdecode(root) for root in listed if isinstance(root, (str, os.PathLike))]
+    if not roots or len(roots) < len(listed) or "" in roots:
         raise ValueError(f"{name}={value!r} is not a path or a list of paths")
-    paths = tuple(os.path.realpath(os.fsdecode(root)) for root in roots)
+    paths = tuple(os.path.realpath(root) for root in roots)
     if len(set(paths)) < len(paths):
         raise ValueError(f"{name}={value!r} names a directory twice; one entry a disk")
     return paths

@@ -36,7 +36,7 @@ def _explain_block_size() -> None:
 
     def load_checked() -> Any:
         connector = load()
-        module = sys.modules[connector.__module__]
+        module: Any = sys.modules[connector.__module__]
         build = module.build_offloading_config
         if not getattr(build, "by_kvdisk", False):
             module.build_offloading_config = _checked(build)
