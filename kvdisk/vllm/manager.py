@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -30,13 +31,13 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    TierFilter,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdisk.resident import Resident
 from kvdisk.service import Service
 from kvdisk.store import Presence
+from kvdisk.vllm.lookups import Lookups, group_of
 from kvdisk.vllm.metrics import StatsReporter
 from kvdisk.vllm.requests import Groups, Request
 from kvdisk.vllm.share import TICKETS, Share
@@ -44,21 +45,10 @@ from kvdisk.vllm.slots_spec import SlotsSpec
 
 logger = logging.getLogger("kvdisk")
 
-NO_SLOT_S_MAX = 10.0
-"""A request that finds no slot for a chunk on disk is told to come back for this long, then to recompute."""
-
-IDLE_STEPS_MAX = 64
-"""Steps without a lookup after which a request's pins are taken back: it was scheduled otherwise, or forgotten."""
-
 REFUSALS_MAX = 16
 """Steps in a row that an offer is put off before the request is cut."""
 
 RESET_S_MAX = 10.0
-
-
-def group_of(key: bytes) -> int:
-    """The KV cache group id in an OffloadKey: its last 4 bytes, big-endian."""
-    return int.from_bytes(key[-4:], "big")
 
 
 class KVDiskManager(OffloadingManager):
@@ -73,6 +63,7 @@ class KVDiskManager(OffloadingManager):
         blocks_per_chunk: of every group.
         store_threshold, max_tracker_size, reset_keeps_disk: see AdapterConfig.
         emit_events: whether vLLM drains `take_events`.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -88,6 +79,7 @@ class KVDiskManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         reset_keeps_disk: bool = False,
         emit_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_service: Callable[[], Service] | None = open_service
         self._service: Service | None = None
@@ -101,14 +93,13 @@ class KVDiskManager(OffloadingManager):
         self._offers: OrderedDict[bytes, int] = OrderedDict()
         self._reset_keeps_disk = reset_keeps_disk
         self._emit_events = emit_events
+        self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._pinning: dict[str, Request] = {}
-        self._slot_queue: OrderedDict[str, float] = OrderedDict()  # requests without a slot -> since when
+        self._lookups: Lookups | None = None  # with the service
         self._ticket = 0
         self._storing: dict[bytes, tuple[int, Resident]] = {}
         self._loading: dict[str, list[tuple[int, set[bytes], list[Resident]]]] = {}
         self._quarantine: list[tuple[int, list[Resident], list[Resident]]] = []
-        self._step = 0
         self._reporter = StatsReporter()
         self.counters: Counter[str] = Counter()
 
@@ -118,6 +109,7 @@ class KVDiskManager(OffloadingManager):
         """Remember the request; the first one opens the store."""
         if self._open_service is not None:
             self._start(self._open_service)
+        self.on_request_finished(req_context)  # an id that is used again starts anew
         self._requests[req_context.req_id] = Request(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -129,140 +121,33 @@ class KVDiskManager(OffloadingManager):
             # An engine that serves without its cache is worth more than one that is gone.
             logger.exception("KV offloading to disk is OFF: the store could not be opened")
             return
-        if self._emit_events:
-            self._service.store.events = []
+        store = self._service.store
+        self._lookups = Lookups(store, self._service.pump, self._groups, self.counters, self._clock)
+        if self._emit_events:  # what was found on disk is news to whoever listens
+            store.events = [(key, True) for key in store.index]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Take back its pins; transfers under way go on."""
         request = self._requests.pop(req_context.req_id, None)
-        if request is not None:
-            self._release(request)
+        if request is not None and self._lookups is not None:
+            self._lookups.release(request)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Once a step: let the planes hear of each other and take back pins that nobody will use."""
-        self._step += 1
-        for req_id in context.new_req_ids:  # scheduled, and without `prepare_load`: it loads nothing
-            request = self._pinning.get(req_id)
-            if request is not None:
-                self._release(request)
-        if self._pinning:
-            for request in list(self._pinning.values()):
-                if self._step - request.step > IDLE_STEPS_MAX:
-                    self._release(request)
-        if self._quarantine:
-            self._leave_quarantine()
+        if self._lookups is None:
+            return
+        # Who was scheduled without `prepare_load` loads nothing.
+        self._lookups.end_step(context.new_req_ids)
+        self._leave_quarantine()
         self._pump()
-
-    def _release(self, request: Request) -> None:
-        store = self._service.store if self._service is not None else None
-        for resident in request.pins.values():
-            assert store is not None
-            store.unpin(resident)
-        request.pins.clear()
-        request.waits.clear()
-        request.pinned_units.clear()
-        self._pinning.pop(request.req_id, None)
-        self._slot_queue.pop(request.req_id, None)
 
     # ---- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether the chunk can be loaded; starts its promotion if it is on disk."""
-        service = self._service
-        if service is None:
+        if self._lookups is None:
             return LookupResult.MISS
-        request = self._requests[req_context.req_id]
-        if request.step != self._step:
-            self._begin_scan(request, service)
-        if request.cutting:
-            return self._cut_scan(key, request, req_context)
-        resident = request.pins.get(key)
-        if resident is None or resident.forgotten:
-            return self._first_lookup(key, request, req_context, service)
-        return LookupResult.HIT if resident.is_hit else LookupResult.HIT_PENDING
-
-    def _begin_scan(self, request: Request, service: Service) -> None:
-        """The first lookup of a request in a step. One that waits need not be scanned: 3,600 keys cost vLLM 3.7 ms."""
-        request.step = self._step
-        self._pump()
-        request.cutting = request.is_waiting
-        request.scanned.clear()
-        self.counters["scans_cut"] += request.cutting
-
-    def _cut_scan(self, key: bytes, request: Request, req_context: ReqContext) -> LookupResult:
-        """Answers that end vLLM's scan of each group soon, and defer the request.
-
-        A prefix scan ends at the first MISS, a window scan (from the tail) once a window is full of hits. The
-        first key of a group is pending either way; the second tells by its position which scan it is.
-        """
-        group = group_of(key)
-        position = req_context.get_offload_key_position(key) or 0
-        first = request.scanned.setdefault(group, position)
-        return LookupResult.MISS if position > first else LookupResult.HIT_PENDING
-
-    def _first_lookup(
-        self, key: bytes, request: Request, req_context: ReqContext, service: Service
-    ) -> LookupResult:
-        store = service.store
-        presence = store.presence(key)
-        stale = request.pins.pop(key, None)
-        if stale is not None:
-            request.pinned_units[stale.group] -= self._groups.units[stale.group]
-            store.unpin(stale)
-        if presence is Presence.ABSENT:
-            self.counters["misses"] += 1
-            return LookupResult.MISS
-        medium = Medium.STORAGE if presence is Presence.ON_DISK else Medium.CPU
-        if not self._allowed(req_context, medium):
-            return LookupResult.MISS
-        group = group_of(key)
-        units = self._groups.units[group]
-        pinned = request.pinned_units.get(group, 0)
-        if pinned + units > self._groups.budget[group]:
-            self.counters["misses_over_budget"] += 1
-            return LookupResult.MISS
-        if presence is Presence.ON_DISK:
-            resident = self._promote(key, request, req_context, service)
-            if resident is None:
-                return self._no_slot(request)
-        else:
-            resident = store.resident(key)
-            assert resident is not None
-            store.touch(key)
-        store.pin(resident)
-        request.pins[key] = resident
-        request.pinned_units[group] = pinned + units
-        self._pinning[request.req_id] = request
-        if resident.is_hit:
-            self.counters["hits"] += 1
-            return LookupResult.HIT
-        request.waits[key] = resident
-        return LookupResult.HIT_PENDING
-
-    def _allowed(self, req_context: ReqContext, medium: Medium) -> bool:
-        wanted = req_context.load_tier_filter
-        return wanted is TierFilter.ALL or wanted.allows(medium, Locality.LOCAL)
-
-    def _promote(
-        self, key: bytes, request: Request, req_context: ReqContext, service: Service
-    ) -> Resident | None:
-        """Start reading a chunk, unless other requests have waited longer for slots."""
-        if self._slot_queue and next(iter(self._slot_queue)) != request.req_id:
-            return None
-        resident = service.store.promote(key, req_context.get_offload_key_position(OffloadKey(key)) or 0)
-        if resident is not None:
-            request.from_disk.add(key)
-        return resident
-
-    def _no_slot(self, request: Request) -> LookupResult:
-        """RETRY, in order and with a deadline; MISS if waiting cannot help."""
-        since = self._slot_queue.setdefault(request.req_id, time.monotonic())
-        if time.monotonic() - since > NO_SLOT_S_MAX:
-            self.counters["misses_no_slot"] += 1
-            return LookupResult.MISS
-        self.counters["retries"] += 1
-        self._pinning[request.req_id] = request
-        return LookupResult.RETRY
+        return self._lookups.answer(key, self._requests[req_context.req_id], req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """DISK for chunks that were read for this request, else HOST."""
@@ -278,12 +163,14 @@ class KVDiskManager(OffloadingManager):
         residents = []
         for key in keys:
             resident = service.store.resident(key)
-            assert resident is not None and resident.is_hit, f"load of {key.hex()}, which is no hit"
+            assert resident is not None, f"load of {key.hex()}, which is not here"
+            assert resident.is_hit, f"load of {key.hex()}, which is not complete"
             service.store.pin(resident)
             service.store.touch(key)
             residents.append(resident)
         self._remember(keys, request, req_context)
-        self._release(request)
+        assert self._lookups is not None
+        self._lookups.release(request)
         ticket = self._next_ticket()
         self._loading.setdefault(req_context.req_id, []).append((ticket, set(keys), residents))
         self.counters["chunks_loaded"] += len(residents)
@@ -347,13 +234,15 @@ class KVDiskManager(OffloadingManager):
             position = req_context.get_offload_key_position(key) or 0
             if request.cut is not None and position >= request.cut:
                 self.counters["stores_cut"] += 1
-            elif self._store_threshold < 2 or self._offered_often(key):
+            elif self._store_threshold < 2 or self._offered_often(key, request):
                 new.append((position, key))
         new.sort(key=lambda chunk: chunk[0])
         return new
 
-    def _offered_often(self, key: bytes) -> bool:
-        count = self._offers.pop(key, 0) + 1
+    def _offered_often(self, key: bytes, request: Request) -> bool:
+        """Whether enough requests have offered it; one that is told to offer it again counts once."""
+        count = self._offers.pop(key, 0) + (key not in request.counted)
+        request.counted.add(key)
         self._offers[key] = count
         if len(self._offers) > self._max_tracker_size:
             self._offers.popitem(last=False)
@@ -383,15 +272,13 @@ class KVDiskManager(OffloadingManager):
             self.counters["stores_cut"] += len(new) - len(accepted)
         return accepted
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Chunks whose blocks were all written become hits and are flushed."""
         service = self._service
         assert service is not None
         whole = []
         for key in keys:
-            ticket, resident = self._storing.pop(key)
+            _, resident = self._storing.pop(key)
             if success and all(self._is_whole(share, resident) for share in self._home):
                 whole.append(resident)
             else:
@@ -435,8 +322,10 @@ class KVDiskManager(OffloadingManager):
             return ()
         events, store.events = store.events, []
         return [
-            OffloadingEvent([OffloadKey(key)], Medium.STORAGE, removed=not stored, locality=Locality.LOCAL)
-            for key, stored in events
+            OffloadingEvent(
+                [OffloadKey(key) for key, _ in run], Medium.STORAGE, removed=not stored, locality=Locality.LOCAL
+            )
+            for stored, run in groupby(events, key=lambda event: event[1])
         ]
 
     # ---- reset
@@ -447,12 +336,12 @@ class KVDiskManager(OffloadingManager):
         With `reset_keeps_disk` only transfers under way are given up.
         """
         service = self._service
+        if service is None or self._lookups is None:
+            return
         for request in self._requests.values():
-            self._release(request)
+            self._lookups.release(request)
             request.chain.clear()
             request.cut = None
-        if service is None:
-            return
         self._pump()
         self._enter_quarantine()
         if self._reset_keeps_disk:
@@ -512,4 +401,5 @@ class KVDiskManager(OffloadingManager):
         if self._service is not None:
             self._service.close()
         self._service = None
+        self._lookups = None
         self._open_service = None

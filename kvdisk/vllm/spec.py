@@ -5,6 +5,7 @@ first, often minutes earlier. They find each other by the engine's id (rendezvou
 is refused here, at start, by name.
 """
 
+import json
 import logging
 import os
 from typing import Any
@@ -23,7 +24,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk.dataplane import Units
 from kvdisk.directory import OVERHEAD_BYTES, check_room, segment_cost
-from kvdisk.geometry import INFO_FACT, Geometry
+from kvdisk.geometry import INFO_FACT, RANK_FACT, Geometry
 from kvdisk.service import Service, Tenancy
 from kvdisk.store import SEGMENTS_MIN
 from kvdisk.units import UNIT_BYTES, format_size, round_up
@@ -41,6 +42,7 @@ logger = logging.getLogger("kvdisk")
 
 WINDOW_FACT = INFO_FACT + "window_groups"
 MAMBA_FACT = INFO_FACT + "mamba_groups"
+_WINDOWED = (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 class KVDiskOffloadingSpec(OffloadingSpec):
@@ -86,7 +88,14 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         rendezvous.offer(config.engine_id, share)
         timeout = self._adapter.rendezvous_timeout_s
         units = rendezvous.find(config.engine_id, 0, timeout) if reads_rank_0 else None
-        worker = KVDiskWorker(share, geometry, live, units=units, layer_names=layers)
+        worker = KVDiskWorker(
+            share,
+            geometry,
+            live,
+            units=units,
+            layer_names=layers,
+            on_shutdown=lambda: rendezvous.withdraw(config.engine_id, share),
+        )
         self._worker = share, worker
         size = format_size(unit_count * UNIT_BYTES)
         logger.info("kvdisk: rank %d has %s of arena (%s%s)", rank, size, share.pages, ", pinned" * worker.pinned)
@@ -125,8 +134,8 @@ class KVDiskOffloadingSpec(OffloadingSpec):
             self._check_root(path)
         units = {group_id: round_up(max(parts[group_id]), UNIT_BYTES) // UNIT_BYTES for group_id in group_ids}
         chunk_tokens = {group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in config.groups}
-        groups = Groups(chunk_tokens, units, self._full_groups(shares[0].geometry), unit_count)
-        self._say_what_to_expect(shares[0].geometry)
+        groups = Groups(chunk_tokens, units, self._windows(shares[0].geometry, chunk_tokens), unit_count)
+        self._say_what_to_expect(shares[0].geometry, groups)
 
         def open_service() -> Service:
             return Service(
@@ -172,17 +181,31 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         needed = OVERHEAD_BYTES + SEGMENTS_MIN * segment_cost(options.segment_bytes)
         check_room(path, cap, share, needed, options.allow_shared_root)
 
-    def _full_groups(self, geometry: Geometry) -> tuple[int, ...]:
-        """Groups whose attention reaches back without a bound: 0.33 says so in its config, else the workers do."""
-        windows = set(_ids(geometry.facts.get(WINDOW_FACT)))
-        for group in self.config.groups:
-            if getattr(group, "sliding_window_size_in_chunks", None) is not None:
-                windows.add(group.group_id)
-        return tuple(group.group_id for group in self.config.groups if group.group_id not in windows)
+    def _windows(self, geometry: Geometry, chunk_tokens: dict[int, int]) -> dict[int, int]:
+        """Groups that are looked up from the tail, and how many chunks of each a hit needs.
 
-    def _say_what_to_expect(self, geometry: Geometry) -> None:
+        0.33 says so in its config; before, the layers say it, on the workers.
+        """
+        groups = self.config.groups
+        if all(hasattr(group, "sliding_window_size_in_chunks") for group in groups):
+            sizes = {group.group_id: group.sliding_window_size_in_chunks for group in groups}
+            return {group_id: int(chunks) for group_id, chunks in sizes.items() if chunks is not None}
+        tokens = json.loads(str(geometry.facts.get(WINDOW_FACT) or "{}"))
+        return {
+            group_id: max(1, -(-int(tokens[str(group_id)]) // chunk))
+            for group_id, chunk in chunk_tokens.items()
+            if str(group_id) in tokens
+        }
+
+    def _say_what_to_expect(self, geometry: Geometry, groups: Groups) -> None:
+        if groups.starved_windows:
+            logger.warning(
+                "kvdisk: the arena is too small for one request's windows of KV cache groups %s, so long prefixes may "
+                "not hit at all: raise cpu_bytes_to_use, or lower blocks_per_chunk",
+                list(groups.starved_windows),
+            )
         if self.offload_prompt_only:
-            logger.info("kvdisk: only prompts are stored (offload_prompt_only, vLLM's default); generated turns are not")
+            logger.info("kvdisk: only prompts are stored (offload_prompt_only, vLLM's default), not generated turns")
         mamba = _ids(geometry.facts.get(MAMBA_FACT))
         if mamba and self.blocks_per_chunk > 1:
             logger.warning(
@@ -211,7 +234,11 @@ class KVDiskOffloadingSpec(OffloadingSpec):
             "ranks": [geometry.fingerprint() for geometry in geometries],
             "none_hash": bytes(none_hash).hex(),
             "namespace": self._adapter.options.namespace,
-            "facts": {name: fact for name, fact in geometries[0].facts.items() if "rank." not in name},
+            "facts": {
+                name: fact
+                for name, fact in geometries[0].facts.items()
+                if not name.startswith((RANK_FACT, INFO_FACT))  # of the rank: in its fingerprint; others decide nothing
+            },
         }
         index = config.parallel.data_parallel_index
         instances = (f"dp{index}", *(f"dp{index}-{spare}" for spare in range(1, 8)))
@@ -219,24 +246,44 @@ class KVDiskOffloadingSpec(OffloadingSpec):
 
 
 def _group_kinds(config: OffloadingConfig) -> dict[str, str]:
-    """Which groups are looked up from the tail and which hold states, from the layers themselves; 0.32 does not say."""
+    """Which groups are looked up from the tail, how far they reach, and which hold states; 0.32's config does not say.
+
+    The layers say it. But a layer's own word is not vLLM's last: without the hybrid KV cache manager it treats windows
+    as full attention, unless there is nothing else.
+    """
     vllm_config, layers = get_current_vllm_config_or_none(), forward_context()
-    windows, mamba = [], []
-    for group in config.groups:
-        spec = None
-        for name in group.layer_names:
-            get_spec = getattr(layers.get(name), "get_kv_cache_spec", None)
-            try:
-                spec = get_spec(vllm_config) if get_spec is not None else None
-            except Exception:  # a layer that cannot say counts as full attention
-                logger.debug("layer %s does not tell its KV cache spec", name, exc_info=True)
-            if spec is not None:
-                break
-        if isinstance(spec, MambaSpec):
-            mamba.append(group.group_id)
-        if isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)):
-            windows.append(group.group_id)
-    return {WINDOW_FACT: ",".join(map(str, windows)), MAMBA_FACT: ",".join(map(str, mamba))}
+    kinds = {
+        group.group_id: [spec for name in group.layer_names if (spec := _spec_of(layers.get(name), vllm_config))]
+        for group in config.groups
+    }
+    scheduler_config = getattr(vllm_config, "scheduler_config", None)
+    if getattr(scheduler_config, "disable_hybrid_kv_cache_manager", False) and not all(
+        isinstance(spec, _WINDOWED) for specs in kinds.values() for spec in specs
+    ):
+        kinds = {group_id: [s for s in specs if isinstance(s, MambaSpec)] for group_id, specs in kinds.items()}
+    windows = {
+        group_id: max(_reach(spec) for spec in specs)
+        for group_id, specs in kinds.items()
+        if specs and all(isinstance(spec, _WINDOWED) for spec in specs)
+    }
+    mamba = [group_id for group_id, specs in kinds.items() if any(isinstance(spec, MambaSpec) for spec in specs)]
+    return {WINDOW_FACT: json.dumps(windows), MAMBA_FACT: ",".join(map(str, mamba))}
+
+
+def _spec_of(layer: object, vllm_config: object) -> object:
+    get_spec = getattr(layer, "get_kv_cache_spec", None)
+    try:
+        return get_spec(vllm_config) if get_spec is not None else None
+    except Exception:  # a layer that cannot say counts as full attention
+        logger.debug("layer %r does not tell its KV cache spec", layer, exc_info=True)
+        return None
+
+
+def _reach(spec: object) -> int:
+    """Tokens that attention reaches back; 1 for a state."""
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    return int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else 1
 
 
 def _ids(fact: object) -> list[int]:

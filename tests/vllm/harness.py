@@ -55,6 +55,17 @@ class Outcome(NamedTuple):
     pages_wrong: int
 
 
+class _Layer:
+    """A model's attention layer, as far as kvdisk looks at it."""
+
+    def __init__(self, spec: Any, kv_cache: torch.Tensor) -> None:
+        self.spec = spec
+        self.kv_cache = kv_cache
+
+    def get_kv_cache_spec(self, _: Any) -> Any:
+        return self.spec
+
+
 class Harness:
     """One engine of one rank, stepped by hand.
 
@@ -123,6 +134,9 @@ class Harness:
         block_sizes = [g.kv_cache_spec.block_size for g in worker_kv.kv_cache_groups]
         self.kv_caches = allocate_kv_cache(worker_kv, torch.device("cpu"), KVCacheLayout[layout], block_sizes)
         self.pages = dict(self._page_views())
+        layers = self.config.compilation_config.static_forward_context
+        for name, spec in specs.items():  # what vLLM's models leave there; kvdisk asks them for their specs
+            layers[name] = _Layer(spec, self.kv_caches[name])
         self.connector = OffloadingConnector(self.config, KVConnectorRole.WORKER, worker_kv)
         self.connector.register_kv_caches(self.kv_caches)
         self.scheduler = Scheduler(
