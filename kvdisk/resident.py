@@ -11,6 +11,7 @@ the index knows it, and otherwise (the disk refused it) lives in memory only.
 from enum import Enum, auto
 
 from kvdisk.arena import Run
+from kvdisk.segments import SegmentUse
 
 
 class State(Enum):
@@ -28,7 +29,7 @@ class Resident:
 
     parts: live bytes on each rank; a rank may have none. position: end in tokens. parent: key of its prefix or b"".
     pins: reasons to keep the slot. forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O.
-    unflushed: counts against the bound on unflushed slots. replaces: segment with older bytes of this key, if any.
+    unflushed: counts against the bound on unflushed slots. replaces: where older bytes of this key may lie on disk.
     """
 
     __slots__ = (
@@ -61,7 +62,7 @@ class Resident:
         self.forgotten = False
         self.retries = 0
         self.unflushed = False
-        self.replaces: int | None = None
+        self.replaces: SegmentUse | None = None
         self.run: Run[Resident]
 
     def can_evict(self) -> bool:

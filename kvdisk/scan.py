@@ -27,16 +27,25 @@ _TAIL_GUESS_BYTES = 64 << 10
 
 
 class Scanner:
-    """Reads the segments of one store. `fingerprint`: of the namespace; segments of another are not ours."""
+    """Reads the segments of one store. `fingerprint`: of the namespace; segments of another are not ours, nor are
+    those of another size or alignment: all reads are aligned to ours."""
 
     def __init__(
-        self, files: OpenFiles, transfer: Transfer, bounce: BouncePool, *, fingerprint: bytes, segment_bytes: int
+        self,
+        files: OpenFiles,
+        transfer: Transfer,
+        bounce: BouncePool,
+        *,
+        fingerprint: bytes,
+        segment_bytes: int,
+        alignment: int,
     ) -> None:
         self._files = files
         self._transfer = transfer
         self._bounce = bounce
         self._fingerprint = fingerprint
         self._segment_bytes = segment_bytes
+        self._alignment = alignment
 
     async def scan(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[ScannedSegment]:
         """One result a file, in order; a file that cannot be read counts as holding nothing."""
@@ -54,9 +63,9 @@ class Scanner:
 
     async def _scan_file(self, file: SegmentFile, path: str) -> ScannedSegment:
         async with self._files.use(file, path) as fd:
-            raw = await self._read(fd, 0, layout.ALIGNMENT_MIN)
+            raw = await self._read(fd, 0, self._alignment)
             header = layout.decode_segment_header(raw, self._fingerprint)
-            if header is None or header.segment_bytes != self._segment_bytes:
+            if header is None or (header.segment_bytes, header.alignment) != (self._segment_bytes, self._alignment):
                 return ScannedSegment(file, None, sealed=False, packs=[])
             packs, damaged = await self._read_footer(fd, header)
             if packs is not None:

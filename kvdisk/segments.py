@@ -3,14 +3,16 @@
 Invariants:
 - A segment is written front to back and never before its header is on disk; packs and footer never overlap.
 - A segment is recycled only when it has no reader and no writer, and only after its chunks left the index.
-- A segment that holds the newer version of an overwritten key is never recycled before the segment with the older one:
-  otherwise the older bytes would come back at the next recovery.
+- A segment that may hold the newer version of an overwritten key is never recycled before the older one is off the
+  disk: otherwise the older bytes would come back at the next recovery. "May": a write that failed can have landed all
+  the same. "Off the disk": the header that makes them readable was overwritten, not merely about to be.
 Pure: decides, touches no file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kvdisk import layout
 from kvdisk.commands import SegmentFile
@@ -18,13 +20,20 @@ from kvdisk.layout import SegmentHeader
 
 
 class SegmentState(Enum):
-    """OPENING -> OPEN -> SEALED -> (recycled) OPENING; EMPTY: a file without anything to keep; LOST: unusable."""
+    """OPENING -> OPEN -> SEALED -> (recycled) OPENING; EMPTY: nothing in it to keep; LOST: the kernel has it."""
 
     OPENING = auto()
     OPEN = auto()
     SEALED = auto()
     EMPTY = auto()
     LOST = auto()
+
+
+class SegmentUse(NamedTuple):
+    """One use of a file: recycling gives it another sequence."""
+
+    number: int
+    sequence: int
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +51,14 @@ class Segment:
     writers: int = 0
     last_used: int = 0
     closing: bool = False  # no further packs; sealed when the last writer is done
-    older: set[int] = field(default_factory=set)  # segments with older versions of keys in this one
+    on_disk: int | None = None  # sequence of the use that a recovery would find here
+    older: set[SegmentUse] = field(default_factory=set)  # what holds older versions of keys in this one
+
+    @property
+    def use(self) -> SegmentUse:
+        """The current use."""
+        assert self.header is not None
+        return SegmentUse(self.file.number, self.header.sequence)
 
     @property
     def idle(self) -> bool:
@@ -68,6 +84,7 @@ class Root:
     broken_until: float = 0.0  # writes keep failing; no write before this time
     failures: int = 0  # writes that failed since the last that did not
     inflight_bytes: int = 0
+    awaits: Segment | None = None  # of another root: what must be off the disk before something here can be recycled
 
 
 class SegmentTable:
@@ -101,11 +118,9 @@ class SegmentTable:
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Forget a file that could not be created."""
+        """Forget a file that is not there any more, or never was."""
         del self._by_index[segment.file.number]
         self.roots[segment.file.root].segments.remove(segment)
-        for other in self:
-            other.older.discard(segment.file.number)
 
     def touch(self, segment_index: int) -> None:
         """Note a use."""
@@ -114,6 +129,8 @@ class SegmentTable:
 
     def victim(self, root: Root, live_bytes: dict[int, int]) -> Segment | None:
         """The segment to recycle: an empty one, else the least recently used, where dead bytes age a segment.
+
+        It is in another root where that holds the older version of something here: recycle that one, then ask again.
 
         Args:
             root: where space is needed.
@@ -130,18 +147,33 @@ class SegmentTable:
 
         for segment in sorted((s for s in root.segments if s.idle and s.state in takeable), key=age):
             first = self._oldest_version(segment)
-            if first.idle and first.state in takeable and first.file.root == root.index:
+            if first.idle and first.state in takeable:
                 return first
         return None
+
+    def is_on_disk(self, use: SegmentUse) -> bool:
+        """Whether a recovery might find that use."""
+        segment = self._by_index.get(use.number)
+        return segment is not None and segment.on_disk == use.sequence
+
+    def holds_older(self, segment: Segment, uses: Iterable[SegmentUse]) -> bool:
+        """Whether `segment` must be recycled before one of `uses`: then these must not have to go before it, too."""
+        queue, seen = list(uses), set[SegmentUse]()
+        while queue:
+            use = queue.pop()
+            if use in seen or not self.is_on_disk(use):
+                continue
+            seen.add(use)
+            older = self._by_index[use.number].older
+            if segment.use in older:
+                return True
+            queue += older
+        return False
 
     def _oldest_version(self, segment: Segment) -> Segment:
         """`segment`, or the one that must go before it because it holds older versions of its keys."""
         seen = {segment.file.number}
-        while older := [self._by_index[i] for i in segment.older if i not in seen and self._holds_packs(i)]:
+        while older := [self[u.number] for u in segment.older if u.number not in seen and self.is_on_disk(u)]:
             segment = min(older, key=lambda s: s.last_used)
             seen.add(segment.file.number)
         return segment
-
-    def _holds_packs(self, index: int) -> bool:
-        other = self._by_index.get(index)
-        return other is not None and other.state in (SegmentState.SEALED, SegmentState.OPEN)

@@ -22,7 +22,7 @@ from kvdisk.index import Extent, Index
 from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
 from kvdisk.plan import Wanted, merge_reads, stored_bytes
 from kvdisk.resident import Resident, State
-from kvdisk.segments import Segment, SegmentState, SegmentTable
+from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
 from kvdisk.units import UNIT_BYTES, round_up
 from kvdisk.writer import Writer, WriterConfig
 
@@ -83,7 +83,7 @@ class Store:
         self._reads: dict[int, tuple[ReadChunks, list[Resident]]] = {}
         self._epochs: dict[int, int] = {}
         self._out: list[Command] = []
-        self._replaced: dict[bytes, int] = {}  # overwritten keys without new bytes yet -> segment of the old ones
+        self._replaced: dict[bytes, SegmentUse] = {}  # keys that are not known any more -> where old bytes may lie
         self._unflushed_units = 0  # of slots that were stored and not flushed yet
         self._no_run_of = config.unit_count + 1  # smallest size the arena could not place since anything changed
         self.writer = Writer(
@@ -163,6 +163,8 @@ class Store:
     def abandon(self, resident: Resident) -> None:
         """Give back a FILLING slot whose bytes are not to be trusted."""
         assert resident.state is State.FILLING
+        if resident.replaces is not None and not resident.forgotten:
+            self._replaced[resident.key] = resident.replaces
         self._forget(resident)
         resident.state = State.CLEAN
         self._settle(resident)
@@ -174,13 +176,16 @@ class Store:
         bytes is never recycled before one with older bytes of the same key, or these would come back at recovery.
         """
         resident = self._residents.get(key)
+        number = self.index.segment_of(key)
+        older = None if number is None else self.table[number].use
         if resident is not None:
             if resident.state not in (State.DIRTY, State.CLEAN):
                 return False
+            older = older or resident.replaces
             self._forget(resident)
-        segment = self.index.segment_of(key)
-        if segment is not None:
-            self._replaced[key] = segment
+        if older is not None:
+            self._replaced[key] = older
+        if number is not None:
             self.index.drop_only(key)
             self._dropped([key])
         return True
@@ -234,6 +239,12 @@ class Store:
         """Whether commands are out or waiting to go out, other than openings of spare segments."""
         return bool(self._wanted or self._reads or self._epochs or self.writer.busy)
 
+    def drop_slots(self) -> None:
+        """Give up every slot that can be: what is on disk stays there. For measurements and tests."""
+        for resident in list(self._residents.values()):
+            if resident.can_evict() and resident.key in self.index:
+                self._forget(resident)
+
     @property
     def epoch_pending(self) -> bool:
         """Whether the last reset is not durable yet."""
@@ -274,7 +285,7 @@ class Store:
         for _, key, parent, extent in rows:
             older = self.index.segment_of(key)
             if older is not None and older != extent.segment:
-                self.table[extent.segment].older.add(older)
+                self.table[extent.segment].older.add(self.table[older].use)
             self.index.add(key, extent, parent)
         if rows:
             self.writer.next_pack_sequence = rows[-1][0] + 1
@@ -288,6 +299,7 @@ class Store:
         rows: list[tuple[int, bytes, bytes, Extent]],
     ) -> None:
         segment.header = header
+        segment.on_disk = header.sequence
         segment.state = SegmentState.SEALED if scan.sealed else SegmentState.OPEN
         segment.tail = max((pack.offset + pack.pack_bytes for pack in scan.packs), default=header.alignment)
         self.table.touch(segment.file.number)
@@ -362,6 +374,7 @@ class Store:
         self.counters[reason] += 1
         extent = self.index.get(resident.key)
         if extent is not None and (extent.segment, extent.offset) == (file.number, item.offset):
+            self._replaced[resident.key] = self.table[file.number].use
             self._dropped(self.index.drop(resident.key))
         self._forget(resident)
 
@@ -398,6 +411,8 @@ class Store:
         self.counters["slots_evicted"] += 1
         if resident.key not in self.index:
             self._dropped(self.index.drop_waiting(resident.key))
+            if resident.replaces is not None:
+                self._replaced[resident.key] = resident.replaces
 
     def _forget(self, resident: Resident) -> None:
         """No longer a hit for anyone; the slot goes when nobody uses it."""

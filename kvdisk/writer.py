@@ -3,8 +3,9 @@
 What must hold:
 - A chunk enters the index only when its pack was written without error, with the checksums of that write.
 - Space is reserved before it is used: a pack and the footer its segment will need fit, or it is not issued.
-- A disk that refuses space costs one retry in a recycled segment; a disk that fails `FAILURES_MAX` writes in a row is
-  left alone until a probe interval has passed. Chunks that could not be flushed stay hits as long as they have a slot.
+- A disk that refuses space costs one retry in a recycled segment, and is left alone for an interval if that fails,
+  too; so is a disk that fails `FAILURES_MAX` writes in a row. Chunks that could not be flushed stay hits as long as
+  they have a slot, and what is on disk stays readable: a failing disk costs one segment an interval at most.
 Pure: `pump` is told the time, commands go out and completions come back as data.
 """
 
@@ -136,7 +137,7 @@ class Writer:
         if self._dirty:
             for root in self.table.roots:
                 self._prepare(root, now)
-            while self._dirty and (ready := self._ready_root(now)) is not None:
+            while self._dirty and (ready := self._root_for_pack(now)) is not None:
                 self._issue_pack(ready)
                 self._prepare(ready, now)
             if self._dirty and not self._can_hope(now):
@@ -165,6 +166,7 @@ class Writer:
         for root in self.table.roots:
             root.current = None
         for segment in self.table:
+            segment.on_disk = None  # of an epoch that has ended: recovery does not want it
             if segment.state in (SegmentState.OPEN, SegmentState.SEALED):
                 _empty(segment)
 
@@ -186,15 +188,24 @@ class Writer:
 
     def _open(self, root: Root, now: float) -> Segment | None:
         """Issue the opening of a segment: an empty file, else a new one, else the one that eviction gives up."""
+        if root.awaits is not None and root.awaits.state is SegmentState.OPENING:
+            return None
         segment = next((s for s in root.segments if s.state is SegmentState.EMPTY and s.idle), None)
         recycle = True
         if segment is None and len(root.segments) < root.segments_max and now >= root.full_until:
             segment, recycle = self.table.new_file(root), False
         elif segment is None:
             segment = self.table.victim(root, self.index.live_of_segment)
-            if segment is None:
+            if segment is None or now < self.table.roots[segment.file.root].broken_until:
                 return None
             self._evict(segment)
+        self._issue_open(segment, recycle)
+        if segment.file.root != root.index:
+            root.awaits = segment
+            return None
+        return segment
+
+    def _issue_open(self, segment: Segment, recycle: bool) -> None:
         config = self.config
         nonce = self._rng.getrandbits(64)
         segment.header = SegmentHeader(
@@ -207,7 +218,6 @@ class Writer:
         command = OpenSegment(self._new_id(), segment.file, segment.header, recycle)
         self._opening[command.id] = (command, segment)
         self._out.append(command)
-        return segment
 
     def _open_done(self, completion: Completion, now: float) -> None:
         command, segment = self._opening[completion.id]
@@ -218,25 +228,28 @@ class Writer:
         if completion.settled:
             _empty(segment)
             return
-        if completion.error == 0 and command.header.epoch == self.epoch:
-            segment.state = SegmentState.OPEN
-            self.table.touch(segment.file.number)
+        if completion.error == 0:
+            segment.on_disk = command.header.sequence
+            if root.current is segment or self._ahead.get(root.index) is segment:
+                segment.state = SegmentState.OPEN
+                self.table.touch(segment.file.number)
+            else:
+                _empty(segment)  # the epoch has ended meanwhile, or only its old content had to go
             return
         if root.current is segment:
             root.current = None
         if self._ahead.get(root.index) is segment:
             del self._ahead[root.index]
-        if completion.error == 0:
-            _empty(segment)  # opened for an epoch that has ended
-            return
-        segment.state = SegmentState.LOST  # never tried again, and until a late open settles nobody may touch it
         if completion.error in _NO_SPACE:
             self.stats.writes_no_space += 1
             root.full_until = now + FULL_INTERVAL_S
+            if command.recycle:
+                root.broken_until = now + FULL_INTERVAL_S
         else:
             self._count_failure(root, now)
-        if not completion.late and (not command.recycle or completion.error == errno.ENOENT):
-            self.table.remove(segment)  # no file of ours is behind it
+        segment.state = SegmentState.LOST  # until it settles nobody may touch it
+        if not completion.late:
+            self.table.remove(segment)  # the data plane has removed the file
 
     def _evict(self, victim: Segment) -> None:
         """Empty the index of a segment's chunks; save the heads that others need, where that is allowed."""
@@ -249,8 +262,6 @@ class Writer:
         for key in self.index.keys_of_segment(number):
             gone += self.index.drop(key)
         self.index.forget_segment(number)
-        for other in self.table:
-            other.older.discard(number)
         _empty(victim)
         self.stats.segments_recycled += 1
         self.stats.chunks_evicted += len(gone)
@@ -275,7 +286,8 @@ class Writer:
             return False
         if resident.state is State.CLEAN:
             size = resident.live_bytes
-            if self.stats.bytes_rewritten + size > REWRITE_FRACTION_MAX * self.stats.bytes_flushed:
+            stored = self.stats.bytes_flushed - self.stats.bytes_rewritten
+            if self.stats.bytes_rewritten + size > REWRITE_FRACTION_MAX * stored:
                 return False
             self.stats.bytes_rewritten += size
             self.add((resident,))
@@ -284,8 +296,12 @@ class Writer:
 
     # ---- packs
 
-    def _ready_root(self, now: float) -> Root | None:
-        """The root for the next pack: open, not broken, fewest bytes in flight."""
+    def _root_for_pack(self, now: float) -> Root | None:
+        """The root for the next pack: open, not broken, fewest bytes in flight.
+
+        And not one where new versions of keys would lie beside what is older than their old ones: then neither of the
+        two segments could be recycled first.
+        """
         ready = [
             root
             for root in self.table.roots
@@ -294,7 +310,18 @@ class Writer:
             and root.current.writers < PACKS_INFLIGHT
             and now >= root.broken_until
         ]
-        return min(ready, key=lambda root: root.inflight_bytes, default=None)
+        ready.sort(key=lambda root: root.inflight_bytes)
+        uses = [r.replaces for r in self._next_batch() if r.replaces is not None] if ready else []
+        if not uses:
+            return ready[0] if ready else None
+        for root in ready:
+            assert root.current is not None
+            if not self.table.holds_older(root.current, uses):
+                return root
+        for root in ready[:1]:
+            self._retire_current(root)
+            self._prepare(root, now)
+        return None
 
     def _can_hope(self, now: float) -> bool:
         """Whether some root will take packs soon."""
@@ -332,8 +359,7 @@ class Writer:
         sizes = [stored_bytes(resident.parts, alignment) for resident in self._next_batch()]
         count = pack_length(sizes, segment.room(0), alignment)
         if count == 0:
-            root.current = None
-            self.close_segment(segment)
+            self._retire_current(root)
             return
         taken = [self._dirty.popleft() for _ in range(count)]
         chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
@@ -346,8 +372,15 @@ class Writer:
         root.inflight_bytes += self._bytes_of(command)
         for resident in taken:
             resident.state = State.FLUSHING
+            if resident.replaces is not None and resident.replaces != segment.use:
+                segment.older.add(resident.replaces)
         self._packs[command.id] = (command, taken)
         self._out.append(command)
+
+    def _retire_current(self, root: Root) -> None:
+        segment, root.current = root.current, None
+        assert segment is not None
+        self.close_segment(segment)
 
     def _bytes_of(self, command: WritePack) -> int:
         alignment = self.config.alignment
@@ -385,12 +418,11 @@ class Writer:
         entered = []
         for resident, check in zip(residents, completion.checksums, strict=True):
             if current and not resident.forgotten:
-                if resident.replaces is not None and resident.replaces != segment.file.number:
-                    segment.older.add(resident.replaces)
                 extent = Extent(segment.file.number, offset, resident.live_bytes, check, resident.group)
                 self.index.add(resident.key, extent, resident.parent)
                 segment.payload_bytes += resident.live_bytes
                 self.stats.bytes_flushed += resident.live_bytes
+                resident.replaces = None
                 entered.append(resident.key)
             offset += stored_bytes(resident.parts, self.config.alignment)
             resident.state = State.CLEAN
@@ -408,9 +440,14 @@ class Writer:
         if completion.error in _NO_SPACE and not completion.late:
             self.stats.writes_no_space += 1
             root.full_until = now + FULL_INTERVAL_S
+            if any(r.retries for r in residents):
+                root.broken_until = now + FULL_INTERVAL_S
             retry = [r for r in residents if r.retries == 0 and not r.forgotten]
         else:
             self._count_failure(root, now)
+        if segment.header is not None and segment.on_disk == segment.header.sequence:
+            for resident in residents:
+                resident.replaces = segment.use  # the disk may have taken it all the same
         for resident in retry:
             resident.retries += 1
             resident.state = State.DIRTY
@@ -433,8 +470,10 @@ class Writer:
 
     def close_segment(self, segment: Segment) -> None:
         """No more packs for this segment; seal it when its last write has ended."""
+        if segment.state is not SegmentState.OPEN:
+            return
         segment.closing = True
-        if segment.writers or segment.state is not SegmentState.OPEN:
+        if segment.writers:
             return
         assert segment.header is not None
         headers = [raw for _, raw in sorted(segment.pack_headers.items())]
