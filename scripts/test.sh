@@ -2,7 +2,7 @@
 # Every test that needs no GPU. With arguments, plain pytest with those arguments.
 #
 # Two runs: the many small tests, then those that start real vLLM engines. Of an engine's 20 seconds most are spent by one
-# core, importing; so two at a time, and the tests that share an engine's results stay together (loadgroup).
+# core, importing; so two at a time, and the tests that share an engine's results stay together (loadscope).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTEST=.venv/bin/pytest
@@ -13,7 +13,7 @@ fi
 
 "$PYTEST" -m "not e2e and not gpu" --numprocesses auto --dist loadfile
 if .venv/bin/python -c 'import vllm' 2>/dev/null; then
-    "$PYTEST" -m "e2e and not gpu" --numprocesses 2 --dist loadgroup --durations 5
+    "$PYTEST" -m "e2e and not gpu" --numprocesses 2 --dist loadscope --durations 5
 else
     echo "vLLM is not installed in .venv: the end-to-end tests were left out."
 fi

@@ -106,7 +106,7 @@ def _print_rows(console: Console, rows: Sequence[Row]) -> None:
         console.print(_table([row for row in rows if row.model == model]))
     io_engines = ", ".join(sorted({row.io_engine for row in rows}))
     console.print(
-        f"I/O engine: {io_engines}. Tokens and times are medians over the prompts.",
+        f"I/O engine: {io_engines}. Tokens and MiB are sums over the prompts, first token is the fastest.",
         "Identical: every token and every log probability, bit for bit, against the run with as many cached tokens",
         "(computed, or the GPU's own cache). Of a chunk found damaged nothing is used; its prompt is computed.",
         sep="\n",

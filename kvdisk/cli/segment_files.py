@@ -37,7 +37,9 @@ def chunks_of(path: Path) -> Iterator[StoredChunk]:
         while segment:
             file.seek(offset)
             head = file.read(layout.PACK_HEADER_BYTES)
-            pack = layout.decode_pack(head + file.read(layout.pack_header_size(head) - len(head)), offset, segment)
+            pack = layout.decode_pack(
+                head + file.read(max(0, layout.pack_header_size(head) - len(head))), offset, segment
+            )
             if pack is None:
                 return
             keys, parents = layout.entry_keys(pack.entries), layout.entry_keys(pack.entries, "parent")
