@@ -39,8 +39,8 @@ Stats = dict[str, Any]
 class Row:
     """One phase of one model, measured, and what did not hold in it.
 
-    Tokens, bytes and chunks are sums over the prompts; ttft_s, the time to the first token, is the fastest of them, since
-    what disturbs a measurement only ever adds to it.
+    Tokens, bytes and chunks are sums over the prompts; ttft_s, the time to the first token, is the fastest of them,
+    since what disturbs a measurement only ever adds to it.
     """
 
     model: str

@@ -46,7 +46,7 @@ def runs(
 
 
 class Outputs:
-    """What holds for every model; a class each, so that pytest-xdist's loadscope keeps its tests and engines together."""
+    """What holds for every model. A class each: pytest-xdist's loadscope keeps its tests and engines together."""
 
     model: ClassVar[str]
     blocks_per_chunk: ClassVar[int] = 4
