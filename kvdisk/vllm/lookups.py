@@ -4,7 +4,7 @@ vLLM scans the keys of every waiting request in every step, full-attention group
 from the tail until a window of hits. What must hold:
 
 - A chunk that was called HIT or HIT_PENDING is pinned to the request until it loads it, ends, or is taken back.
-- Waiting requests together pin at most `Groups.held_max`, so that stores go on.
+- What requests wait for and load from is at most `Groups.held_max` in all, so that stores go on.
 - A request that found no slot queues. Only the head of the queue gets slots; the others keep what they pinned, unless
   all that is pinned belongs to the queue: then the last gives its pins up, so that the head always gets on.
 - Nobody queues longer than NO_SLOT_S_MAX: then what has no slot is a miss, and the request loads what it has.
@@ -59,7 +59,7 @@ class Lookups:
         self._step = 0
         self._waiting: dict[str, Request] = {}  # those with pins or in the queue
         self._queue: OrderedDict[str, float] = OrderedDict()  # requests that found no slot -> since when
-        self._held: dict[Resident, int] = {}  # slots that waiting requests pinned -> how many of them
+        self._held: dict[Resident, int] = {}  # slots that requests wait for or load from -> how many requests
         self._held_units = 0
 
     # ---- lookups
@@ -195,12 +195,26 @@ class Lookups:
                     self._unpin(key, request)
         return request.pinned_units.get(group, 0) > spare
 
-    def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
+    def hold(self, resident: Resident) -> None:
+        """Keep a slot until `let_go`; it counts against what waiting requests may pin."""
         self._store.pin(resident)
         count = self._held.get(resident, 0)
         self._held[resident] = count + 1
         if count == 0:
             self._held_units += resident.run.units
+
+    def let_go(self, resident: Resident) -> None:
+        """Undo one `hold`."""
+        count = self._held[resident] - 1
+        if count:
+            self._held[resident] = count
+        else:
+            del self._held[resident]
+            self._held_units -= resident.run.units
+        self._store.unpin(resident)
+
+    def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
+        self.hold(resident)
         group = resident.group
         request.pins[key] = resident
         request.pinned_units[group] = request.pinned_units.get(group, 0) + self._groups.units[group]
@@ -215,24 +229,15 @@ class Lookups:
         request.waits.pop(key, None)
         if group in self._groups.windows:
             del request.window_pins[group][key]
-        self._let_go(resident)
+        self.let_go(resident)
 
     def _unpin_all(self, request: Request) -> None:
         for resident in request.pins.values():
-            self._let_go(resident)
+            self.let_go(resident)
         request.pins.clear()
         request.window_pins.clear()
         request.waits.clear()
         request.pinned_units.clear()
-
-    def _let_go(self, resident: Resident) -> None:
-        count = self._held[resident] - 1
-        if count:
-            self._held[resident] = count
-        else:
-            del self._held[resident]
-            self._held_units -= resident.run.units
-        self._store.unpin(resident)
 
     # ---- the end of waiting
 
@@ -263,7 +268,7 @@ class Lookups:
 
     @property
     def held_units(self) -> int:
-        """Units of the slots that waiting requests pinned."""
+        """Units of the slots that requests wait for or load from."""
         return self._held_units
 
 

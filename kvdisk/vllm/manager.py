@@ -158,19 +158,19 @@ class KVDiskManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of chunks that were hits in this step; kept until `complete_load`."""
-        service, request = self._service, self._requests[req_context.req_id]
+        service, lookups, request = self._service, self._lookups, self._requests[req_context.req_id]
         assert service is not None
+        assert lookups is not None
         residents = []
         for key in keys:
             resident = service.store.resident(key)
             assert resident is not None, f"load of {key.hex()}, which is not here"
             assert resident.is_hit, f"load of {key.hex()}, which is not complete"
-            service.store.pin(resident)
+            lookups.hold(resident)
             service.store.touch(key)
             residents.append(resident)
         self._remember(keys, request, req_context)
-        assert self._lookups is not None
-        self._lookups.release(request)
+        lookups.release(request)
         ticket = self._next_ticket()
         self._loading.setdefault(req_context.req_id, []).append((ticket, set(keys), residents))
         self.counters["chunks_loaded"] += len(residents)
@@ -178,8 +178,8 @@ class KVDiskManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The slots are no longer read."""
-        service, jobs = self._service, self._loading.get(req_context.req_id, [])
-        assert service is not None
+        lookups, jobs = self._lookups, self._loading.get(req_context.req_id, [])
+        assert lookups is not None
         wanted = set(keys)
         job = next((job for job in jobs if job[1] == wanted), None)
         assert job is not None, f"load of {req_context.req_id} ended, but was never begun"
@@ -187,7 +187,7 @@ class KVDiskManager(OffloadingManager):
         if not jobs:
             del self._loading[req_context.req_id]
         for resident in job[2]:
-            service.store.unpin(resident)
+            lookups.let_go(resident)
 
     # ---- stores
 
@@ -366,8 +366,9 @@ class KVDiskManager(OffloadingManager):
         assert len(self._quarantine) < TICKETS
 
     def _leave_quarantine(self, *, flushed: bool = False) -> None:
-        service = self._service
+        service, lookups = self._service, self._lookups
         assert service is not None
+        assert lookups is not None
         kept = []
         for entry in self._quarantine:
             ticket, stored, loaded = entry
@@ -378,7 +379,7 @@ class KVDiskManager(OffloadingManager):
             for resident in stored:
                 service.store.abandon(resident)
             for resident in loaded:
-                service.store.unpin(resident)
+                lookups.let_go(resident)
         self._quarantine = kept
 
     def on_reset_flushed(self) -> None:

@@ -179,6 +179,12 @@ class Harness:
 
     def add(self, tokens: Sequence[int], max_tokens: int = 4) -> Request:
         """Queue a request; it starts with the next step."""
+        request = self.request(tokens, max_tokens)
+        self.scheduler.add_request(request)
+        return request
+
+    def request(self, tokens: Sequence[int], max_tokens: int = 4) -> Request:
+        """A request that is not queued anywhere yet."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         sampling.update_from_generation_config({}, None)
         request = Request(
@@ -189,7 +195,6 @@ class Harness:
             block_hasher=self.hasher,
         )
         self.request_count += 1
-        self.scheduler.add_request(request)
         return request
 
     def step(self) -> bool:
