@@ -68,6 +68,7 @@ class AsyncStore:
         self._memory: Memory
         self._loop: asyncio.AbstractEventLoop
         self._hits = self._misses = self._refused = 0
+        self._not_flushed = 0  # chunks that the last `flush` knew not to be on disk
         self._key_waiters: dict[bytes, Waiters] = {}
         self._slot_waiters: Waiters = deque()
 
@@ -163,15 +164,16 @@ class AsyncStore:
         return self._running.store.presence(key) is not Presence.ABSENT
 
     async def flush(self) -> bool:
-        """Wait until all that was put is on disk; False if the disk did not take all of it."""
+        """Wait until all that was put is on disk; False if the disk did not take all since the last `flush`."""
         service = self._running
-        before = service.store.writer.stats.chunks_not_flushed
+        before = self._not_flushed
         self._pump()
         while service.store.busy:
             await self._wait(self._slot_waiters, time.monotonic() + 1.0)
             service = self._running
             self._pump()
-        return service.store.writer.stats.chunks_not_flushed == before
+        self._not_flushed = service.store.writer.stats.chunks_not_flushed
+        return self._not_flushed == before
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the store was opened; their meaning is in docs/configuration.md."""

@@ -98,7 +98,7 @@ class Arena(Generic[OwnerT]):
         total = 0
         run = self._hand
         for _ in range(2 * self._run_count + 1):
-            if window and run.start < window[-1].start:  # the ring closes: memory is not contiguous here
+            if window and run.start <= window[-1].start:  # the ring closes: memory is not contiguous here
                 window, total = [], 0
             owner = run.owner
             if owner is not None and (owner.used or not owner.can_evict()):

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -74,6 +75,7 @@ class Directory:
         self.namespace_path = os.path.join(claim.path, claim.namespace)
         assert _NAMESPACE.fullmatch(claim.namespace) and all(_INSTANCE.fullmatch(name) for name in claim.instances)
         self._lock: IO[str] | None = None
+        self._epoch_lock = threading.Lock()
         with self._ledger() as ledger:
             _make_private_directory(self.namespace_path)
             self.instance, self._lock = self._lock_instance()
@@ -134,25 +136,38 @@ class Directory:
             return self._used_bytes()
 
     def read_epoch(self) -> int | None:
-        """The namespace's epoch; None if it was written and cannot be read: then nothing on disk may be served."""
+        """The namespace's epoch; None if a record of it is damaged: then nothing on disk may be served.
+
+        Also where the other record is whole. Whether the damaged one was the older or the newer nobody can tell, and a
+        record is only torn while an epoch is being written, that is, while everything older is being disowned.
+        """
         try:
             with open(self._epoch_path, "rb", opener=_no_follow) as file:
                 raw = file.read(2 * layout.ALIGNMENT_MIN)
         except FileNotFoundError:
             return 0
-        records = [layout.decode_epoch(raw[at : at + layout.ALIGNMENT_MIN]) for at in (0, layout.ALIGNMENT_MIN)]
-        known = [record for record in records if record is not None]
-        return max(known, key=lambda record: record[1])[0] if known else None
+        slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
+        records = [layout.decode_epoch(slot) for slot in slots if slot]
+        known = [record[0] for record in records if record is not None]
+        return max(known) if known and len(known) == len(records) else None
 
     def write_epoch(self, epoch: int) -> None:
-        """Make `epoch` durable. In place and over the older record: it needs no space and survives a torn write."""
+        """Make `epoch` durable. In place and over the older record: it needs no space and survives a torn write.
+
+        May be called from several threads; a lower epoch never replaces a higher one.
+        """
+        with self._epoch_lock:
+            self._write_epoch(epoch)
+
+    def _write_epoch(self, epoch: int) -> None:
         fd = os.open(self._epoch_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             raw = os.pread(fd, 2 * layout.ALIGNMENT_MIN, 0)
-            counters = [-1, -1]
-            for slot in (0, 1):
-                record = layout.decode_epoch(raw[slot * layout.ALIGNMENT_MIN :][: layout.ALIGNMENT_MIN])
-                counters[slot] = record[1] if record else -1
+            slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
+            records = [layout.decode_epoch(slot) for slot in slots]
+            if any(record and record[0] >= epoch for record in records) and None not in records:
+                return
+            counters = [record[1] if record else -1 for record in records]
             older = counters.index(min(counters))
             record_bytes = layout.encode_epoch(epoch, max(counters) + 1)
             written = os.pwrite(fd, record_bytes, older * layout.ALIGNMENT_MIN)
@@ -185,7 +200,7 @@ class Directory:
         """The grants, locked; what the caller changed is written back."""
         path = os.path.join(self._claim.path, LEDGER)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "r+") as file:
+        with os.fdopen(fd, "r+", encoding="utf-8", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             before = file.read(1 << 20)
             grants = _parse_grants(before)
@@ -227,7 +242,7 @@ class Directory:
             path = os.path.join(self.namespace_path, name)
             _make_private_directory(path)
             fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            file = os.fdopen(fd, "r+")
+            file = os.fdopen(fd, "r+", encoding="utf-8", errors="replace")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -319,6 +334,8 @@ def check_root(path: str, allow_shared_root: bool) -> None:
             f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):o}): chmod 700 {path}, "
             f"or set allow_shared_root if you trust them"
         )
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ValueError(f"{path} is on a file system that is mounted read-only")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{path} is not writable by uid {os.geteuid()}; chmod or chown it")
     names = set(os.listdir(path))
@@ -328,15 +345,13 @@ def check_root(path: str, allow_shared_root: bool) -> None:
             f"{path} holds files that are not kvdisk's ({', '.join(foreign[:3])}); "
             f"name an empty directory: mkdir -m 700 {os.path.join(path, 'kvdisk')}"
         )
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
-        raise ValueError(f"{path} is on a file system that is mounted read-only")
 
 
 def _parse_grants(raw: str) -> dict[str, Any]:
     """The ledger's grants; whatever is not as we write it counts for nothing (live owners still hold their locks)."""
     try:
         grants = json.loads(raw)["grants"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {}
     if not isinstance(grants, dict):
         return {}

@@ -39,7 +39,7 @@ class OpenFiles:
 
     @contextlib.asynccontextmanager
     async def use(self, file: SegmentFile, path: str) -> AsyncIterator[int]:
-        """The descriptor of `file`, opened if need be; it is not closed meanwhile, nor while a late transfer uses it."""
+        """The descriptor of `file`, opened if need be; not closed meanwhile, nor while a late transfer uses it."""
         while (entry := self._files.get(file)) is None:
             await self._open(file, path)
         entry.users += 1

@@ -1,4 +1,4 @@
-"""Which chunks are on disk and where: key -> extent, in memory, with the prefix tree that says which chunks are worth it.
+"""Which chunks are on disk and where: key -> extent, in memory, with the prefix tree that says which are worth it.
 
 Invariants:
 - A key has at most one row, the one with the newest pack.
@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _NONE = -1
+LIVE_BYTES_MAX = (1 << 32) - 1
+GROUP_MAX = (1 << 16) - 1
 
 
 class Extent(NamedTuple):
-    """Where a chunk's payload lies and how to know it: segment index, byte offset in it, live bytes, checksum, group."""
+    """Where a chunk's payload lies and how to know it: segment, byte offset in it, live bytes, checksum, group."""
 
     segment: int
     offset: int
@@ -149,7 +151,7 @@ class Index:
         return dropped
 
     def drop_only(self, key: bytes) -> None:
-        """Remove `key` alone: it is being replaced or lives on in memory, so what depends on it keeps waiting for it."""
+        """Remove `key` alone: it is being replaced or lives on in memory, so what depends on it waits for it."""
         row = self._row_of.get(key)
         if row is None:
             return

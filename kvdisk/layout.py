@@ -1,4 +1,4 @@
-"""Version 1 of the bytes on disk: segment header, pack, footer, epoch record. The only definition; docs/format.md tells it.
+"""Version 1 of the bytes on disk: segment header, pack, footer, epoch record. Defined here, told in docs/format.md.
 
 What is encoded here is decoded here, and decoding trusts nothing: sizes, offsets and counts are checked against the
 buffer and against the segment before they are used, and whatever does not fit is `None` (absent), never an exception
@@ -81,6 +81,9 @@ ENTRY_BYTES = ENTRY_DTYPE.itemsize
 FOOTER_BYTES = _FOOTER.size
 EPOCH_BYTES = _EPOCH.size
 ENTRY_COUNT_MAX = 1 << 20
+SEGMENT_BYTES_LIMIT = 1 << 48
+COUNTER_LIMIT = 1 << 63
+"""Sequences and epochs stay below it, so that one read from a disk can always be counted on from."""
 
 assert (SEGMENT_HEADER_BYTES, PACK_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES) == (128, 128, 208, 48)
 
@@ -129,6 +132,8 @@ def decode_segment_header(raw: Buffer, fingerprint: bytes | None = None) -> Segm
     if header.alignment < ALIGNMENT_MIN or header.alignment & (header.alignment - 1):
         return None
     if header.segment_bytes % header.alignment or header.segment_bytes < 2 * header.alignment:
+        return None
+    if header.segment_bytes > SEGMENT_BYTES_LIMIT or max(header.sequence, header.epoch) >= COUNTER_LIMIT:
         return None
     if fingerprint is not None and header.fingerprint != fingerprint:
         return None
@@ -199,7 +204,7 @@ def decode_pack(raw: Buffer, offset: int, segment: SegmentHeader) -> Pack | None
     if (seg_sequence, nonce, fingerprint) != (segment.sequence, segment.nonce, segment.fingerprint):
         return None
     entries_end = _PACK.size + ENTRY_BYTES * count
-    if not 0 < count <= ENTRY_COUNT_MAX or entries_end > len(raw):
+    if not 0 < count <= ENTRY_COUNT_MAX or entries_end > len(raw) or sequence >= COUNTER_LIMIT:
         return None
     entries_raw = bytes(memoryview(raw)[_PACK.size : entries_end])
     if fields[-1] != checksum(_PACK.pack(*fields[:-1], 0), entries_raw):
@@ -314,4 +319,5 @@ def decode_epoch(raw: Buffer) -> tuple[int, int] | None:
     *fields, stored = _EPOCH.unpack_from(raw)
     if fields[0] != _EPOCH_MAGIC or fields[1] != VERSION or stored != checksum(_EPOCH.pack(*fields, 0)):
         return None
-    return fields[3], fields[4]
+    epoch, counter = fields[3], fields[4]
+    return (epoch, counter) if max(epoch, counter) < COUNTER_LIMIT else None

@@ -13,7 +13,7 @@ steps: chunks of the first command are hits while the last is still being read."
 
 
 def stored_bytes(parts: Sequence[int], alignment: int) -> int:
-    """Bytes of a chunk on disk: each rank's part padded to the alignment, so that each can be read into its own slot."""
+    """Bytes of a chunk on disk: each rank's part padded to the alignment, so each can be read into its own slot."""
     return sum(round_up(part, alignment) for part in parts)
 
 

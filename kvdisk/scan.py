@@ -14,7 +14,7 @@ from kvdisk.bounce import BouncePool
 from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
 from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Span
-from kvdisk.io.transfer import Transfer
+from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
 from kvdisk.units import MIB, round_up
 from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
@@ -67,7 +67,13 @@ class Scanner:
             header = layout.decode_segment_header(raw, self._fingerprint)
             if header is None or (header.segment_bytes, header.alignment) != (self._segment_bytes, self._alignment):
                 return ScannedSegment(file, None, sealed=False, packs=[])
-            packs, damaged = await self._read_footer(fd, header)
+            try:
+                packs, damaged = await self._read_footer(fd, header)
+            except TransferLateError:
+                raise
+            except OSError as error:  # cut off, or a bad sector: the packs may be readable all the same
+                logger.warning("footer of %s cannot be read: %s", path, error)
+                packs, damaged = None, 1
             if packs is not None:
                 return ScannedSegment(file, header, sealed=True, packs=[_scanned(pack, b"") for pack in packs])
             walked = await self._walk(fd, header)
@@ -101,11 +107,12 @@ class Scanner:
         return packs
 
     async def _pack_at(self, fd: int, offset: int, header: SegmentHeader) -> ScannedPack | None:
-        size = min(_HEADER_GUESS_BYTES, header.segment_bytes - offset)
-        raw = await self._read(fd, offset, size)
+        raw = await self._try_read(fd, offset, min(_HEADER_GUESS_BYTES, header.segment_bytes - offset))
+        if not raw:  # a bad sector, or the end of a file that was cut off, near a header that may be whole
+            raw = await self._try_read(fd, offset, header.alignment)
         needed = round_up(layout.pack_header_size(raw), header.alignment)
-        if needed > size and offset + needed <= header.segment_bytes:
-            raw = await self._read(fd, offset, needed)
+        if needed > len(raw) and offset + needed <= header.segment_bytes:
+            raw = await self._try_read(fd, offset, needed)
         pack = layout.decode_pack(raw, offset, header)
         return None if pack is None else _scanned(pack, raw[: pack.raw_bytes])
 
@@ -115,14 +122,24 @@ class Scanner:
         end = min(header.segment_bytes, offset + PACKS_INFLIGHT * pack_max)
         at = offset
         while at < end:
-            raw = await self._read(fd, at, min(MIB, end - at))
+            size = min(MIB, end - at)
+            raw = await self._try_read(fd, at, size)
             for start in range(0, len(raw), header.alignment):
                 candidate = at + start
-                if candidate > offset and layout.pack_header_size(raw[start : start + layout.PACK_HEADER_BYTES]):
-                    if await self._pack_at(fd, candidate, header) is not None:
-                        return candidate
-            at += len(raw)
+                looks_like_one = layout.pack_header_size(raw[start : start + layout.PACK_HEADER_BYTES])
+                if candidate > offset and looks_like_one and await self._pack_at(fd, candidate, header) is not None:
+                    return candidate
+            at += size
         return None
+
+    async def _try_read(self, fd: int, offset: int, size: int) -> bytes:
+        """`_read`, or nothing where the disk fails; a disk that does not answer is not asked again."""
+        try:
+            return await self._read(fd, offset, size)
+        except TransferLateError:
+            raise
+        except OSError:
+            return b""
 
     async def _read(self, fd: int, offset: int, size: int) -> bytes:
         with self._bounce.take(size) as memory:

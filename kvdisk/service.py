@@ -138,6 +138,8 @@ class Service:
         store = Store(config, SystemRandom())
         scans, epoch, known = self._call(self._scan(config))
         store.recover(scans, epoch)
+        # Above that of every pack there may be, also in files that could not be read this time.
+        store.writer.next_pack_sequence = max(store.writer.next_pack_sequence, time.time_ns())
         self._log_start(store)
         return store, known
 
@@ -173,7 +175,6 @@ class Service:
         )
         epochs = [directory.read_epoch() for directory in self._directories]
         known = [epoch for epoch in epochs if epoch is not None]
-        epoch = max(known, default=0)
         kept: list[ScannedSegment] = []
         numbers: set[int] = set()
         for root, directory in enumerate(self._directories):
@@ -186,10 +187,13 @@ class Service:
                 self._engine.remove_file(directory.segment_path(scan.file.number))
             kept += scans[: config.segments_max[root]]
             directory.trim_to_cap()
+        # A segment of a later epoch proves a reset whose record did not reach the disk; what is older is stale.
+        epoch = max([0, *known, *(scan.header.epoch for scan in kept if scan.header)])
         if len(known) < len(epochs):  # a damaged epoch record: what is on disk may be stale, so none of it counts
-            logger.warning("the epoch of %s cannot be read; its chunks are not used", self._directories[0].namespace_path)
-            epoch = max([epoch, *(scan.header.epoch for scan in kept if scan.header)]) + 1
-            for directory in self._directories:
+            logger.warning("epoch of %s is damaged; its chunks are not used", self._directories[0].namespace_path)
+            epoch += 1
+        for directory, found in zip(self._directories, epochs, strict=True):
+            if found != epoch:
                 directory.write_epoch(epoch)
         return kept, epoch, len(known) == len(epochs)
 
@@ -238,6 +242,16 @@ class Service:
             self._loop.call_soon_threadsafe(plane.start, commands)
         return came
 
+    @property
+    def arena_pages(self) -> str:
+        """What backs the arena, see Memory.pages."""
+        return ", ".join(sorted({unit.memory.pages for unit in self._units}))
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a completion arrives or the time is over; for callers without a loop of their own."""
+        self._arrived.wait(timeout_s)
+        self._arrived.clear()
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is unflushed or in flight; whether that came true in time. Blocks the caller."""
         deadline = time.monotonic() + timeout_s
@@ -245,8 +259,7 @@ class Service:
         while self.store.busy:
             if time.monotonic() > deadline:
                 return False
-            self._arrived.wait(min(0.05, timeout_s))
-            self._arrived.clear()
+            self.wait(min(0.05, timeout_s))
             self.pump()
         return True
 
@@ -273,8 +286,7 @@ class Service:
         deadline = time.monotonic() + timeout_s
         self.pump()
         while self.store.epoch_pending and time.monotonic() < deadline:
-            self._arrived.wait(0.01)
-            self._arrived.clear()
+            self.wait(0.01)
             self.pump()
         return not self.store.epoch_pending and self.store.counters["epochs_not_durable"] == before
 

@@ -18,7 +18,7 @@ from random import Random
 
 from kvdisk.arena import Arena
 from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, ScannedSegment, SegmentFile, WriteEpoch
-from kvdisk.index import Extent, Index
+from kvdisk.index import GROUP_MAX, LIVE_BYTES_MAX, Extent, Index
 from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
 from kvdisk.plan import Wanted, merge_reads, stored_bytes
 from kvdisk.resident import Resident, State
@@ -57,7 +57,7 @@ class StoreConfig:
     @property
     def chunk_bytes_max(self) -> int:
         """Largest chunk: a pack of one must fit into a segment, and its slot must leave room for others."""
-        return min(self.segment_bytes // 4, self.unit_count * UNIT_BYTES // 4)
+        return min(self.segment_bytes // 4, self.unit_count * UNIT_BYTES // 4, LIVE_BYTES_MAX)
 
 
 class Store:
@@ -319,7 +319,8 @@ class Store:
     def _parts_of_scanned(self, group: int, live_bytes: int) -> tuple[int, ...]:
         """`parts_of` for numbers from a stranger: () where they are impossible."""
         parts = (live_bytes,) if self.config.group_parts is None else self.config.group_parts.get(group, ())
-        fits = sum(parts) == live_bytes and self._units(parts) <= self.arena.unit_count
+        fits = sum(parts) == live_bytes <= LIVE_BYTES_MAX and self._units(parts) <= self.arena.unit_count
+        fits = fits and group <= GROUP_MAX
         return parts if fits else ()
 
     def _resume_open_segments(self) -> None:
