@@ -168,11 +168,12 @@ class Directory:
             if any(record and record[0] >= epoch for record in records) and None not in records:
                 return
             counters = [record[1] if record else -1 for record in records]
-            older = counters.index(min(counters))
+            damaged = [slot for slot in (0, 1) if slots[slot] and records[slot] is None]
             record_bytes = layout.encode_epoch(epoch, max(counters) + 1)
-            written = os.pwrite(fd, record_bytes, older * layout.ALIGNMENT_MIN)
-            if written != len(record_bytes):
-                raise OSError(errno.EIO, f"{self._epoch_path}: {written} of {len(record_bytes)} bytes written")
+            for slot in damaged or [counters.index(min(counters))]:
+                written = os.pwrite(fd, record_bytes, slot * layout.ALIGNMENT_MIN)
+                if written != len(record_bytes):
+                    raise OSError(errno.EIO, f"{self._epoch_path}: {written} of {len(record_bytes)} bytes written")
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -1,7 +1,7 @@
 """kill -9 at any moment: what was flushed is found by the next process, and nothing is ever wrong.
 
-The child stores values that follow from their keys and says on its standard output what is flushed. It is killed after a
-time drawn from the seed, and the next child checks everything before it goes on in the same directory.
+The child stores values that follow from their keys and says on its standard output what is flushed. It is killed after
+a time drawn from the seed, and the next child checks everything before it goes on in the same directory.
 """
 
 import os
