@@ -11,7 +11,7 @@ Pure: `pump` is told the time, commands go out and completions come back as data
 
 import errno
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -75,6 +75,7 @@ class Writer:
         table: the segments.
         rng: source of the segments' nonces.
         new_id: gives command ids.
+        late: ids of commands that were late and have not settled; the store's.
         resident_of: the resident of a key, if it has one and it is not forgotten.
         settle: called with a resident whose pack ended (or that was dropped unflushed) after its state was set.
         on_indexed: called with keys that entered the index.
@@ -89,6 +90,7 @@ class Writer:
         *,
         rng: Random,
         new_id: Callable[[], int],
+        late: Set[int],
         resident_of: Callable[[bytes], Resident | None],
         settle: Callable[[Resident], None],
         on_indexed: Callable[[list[bytes]], None],
@@ -103,6 +105,7 @@ class Writer:
         self.next_pack_sequence = 1
         self._rng = rng
         self._new_id = new_id
+        self._late = late
         self._resident_of = resident_of
         self._settle = settle
         self._on_indexed = on_indexed
@@ -118,8 +121,9 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is unflushed or on its way."""
-        return bool(self._dirty or self._packs or self._sealing)
+        """Whether anything is unflushed or on its way; what is late has failed already."""
+        late = sum(1 for one in self._late if one in self._packs or one in self._sealing)
+        return bool(self._dirty) or len(self._packs) + len(self._sealing) > late
 
     def add(self, residents: Iterable[Resident]) -> None:
         """Queue complete chunks; neighbours in this order become neighbours on disk."""
@@ -409,7 +413,7 @@ class Writer:
     def _index_pack(
         self, command: WritePack, residents: list[Resident], completion: Completion, segment: Segment
     ) -> None:
-        """Enter a written pack's chunks, unless the epoch ended or a chunk was forgotten meanwhile."""
+        """Enter a written pack's chunks, unless the epoch ended, or a chunk or its whole prefix was lost meanwhile."""
         current = segment.header is command.header and segment.state in (SegmentState.OPEN, SegmentState.SEALED)
         if current:
             segment.pack_headers[command.offset] = completion.pack_header
@@ -417,7 +421,10 @@ class Writer:
         offset = command.offset + layout.pack_header_bytes(len(residents), self.config.alignment)
         entered = []
         for resident, check in zip(residents, completion.checksums, strict=True):
-            if current and not resident.forgotten:
+            if current and not resident.forgotten and not self._is_reachable(resident):
+                self.stats.chunks_evicted += 1
+                resident.replaces = segment.use
+            elif current and not resident.forgotten:
                 extent = Extent(segment.file.number, offset, resident.live_bytes, check, resident.group)
                 self.index.add(resident.key, extent, resident.parent)
                 segment.payload_bytes += resident.live_bytes
@@ -429,6 +436,10 @@ class Writer:
             self._settle(resident)
         self.stats.chunks_flushed += len(entered)
         self._on_indexed(entered)
+
+    def _is_reachable(self, resident: Resident) -> bool:
+        parent = resident.parent
+        return not parent or parent in self.index or self._resident_of(parent) is not None
 
     def _pack_failed(
         self, residents: list[Resident], segment: Segment, root: Root, completion: Completion, now: float
