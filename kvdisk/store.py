@@ -82,6 +82,7 @@ class Store:
         self._wanted: list[tuple[Resident, Extent]] = []
         self._reads: dict[int, tuple[ReadChunks, list[Resident]]] = {}
         self._epochs: dict[int, int] = {}
+        self._late: set[int] = set()  # commands of all kinds that were late and have not settled
         self._out: list[Command] = []
         self._replaced: dict[bytes, SegmentUse] = {}  # keys that are not known any more -> where old bytes may lie
         self._unflushed_units = 0  # of slots that were stored and not flushed yet
@@ -92,6 +93,7 @@ class Store:
             self.table,
             rng=rng,
             new_id=self._new_id,
+            late=self._late,
             resident_of=self._residents.get,
             settle=self._settle,
             on_indexed=self._indexed,
@@ -162,12 +164,16 @@ class Store:
 
     def abandon(self, resident: Resident) -> None:
         """Give back a FILLING slot whose bytes are not to be trusted."""
+        self.disown(resident)
+        resident.state = State.CLEAN
+        self._settle(resident)
+
+    def disown(self, resident: Resident) -> None:
+        """What a FILLING slot will hold is nobody's any more: its key is free again, its slot only after `abandon`."""
         assert resident.state is State.FILLING
         if resident.replaces is not None and not resident.forgotten:
             self._replaced[resident.key] = resident.replaces
         self._forget(resident)
-        resident.state = State.CLEAN
-        self._settle(resident)
 
     def replace(self, key: bytes) -> bool:
         """Forget the bytes under `key`, which is about to get new ones; False while a slot of it is in motion.
@@ -226,6 +232,10 @@ class Store:
 
     def complete(self, completion: Completion, now: float) -> None:
         """Take one completion."""
+        if completion.late:
+            self._late.add(completion.id)
+        elif completion.settled:
+            self._late.discard(completion.id)
         if completion.id in self._reads:
             self._read_done(completion)
         elif completion.id in self._epochs:
@@ -236,8 +246,12 @@ class Store:
 
     @property
     def busy(self) -> bool:
-        """Whether commands are out or waiting to go out, other than openings of spare segments."""
-        return bool(self._wanted or self._reads or self._epochs or self.writer.busy)
+        """Whether commands are out or waiting to go out, other than openings of spare segments.
+
+        What is late has failed already and may hang for ever, so nobody needs to wait for it.
+        """
+        late = sum(1 for one in self._late if one in self._reads or one in self._epochs)
+        return bool(self._wanted) or len(self._reads) + len(self._epochs) > late or self.writer.busy
 
     def drop_slots(self) -> None:
         """Give up every slot that can be: what is on disk stays there. For measurements and tests."""

@@ -138,7 +138,8 @@ class KVDiskManager(OffloadingManager):
             return
         # Who was scheduled without `prepare_load` loads nothing.
         self._lookups.end_step(context.new_req_ids)
-        self._leave_quarantine()
+        if self._quarantine:
+            self._leave_quarantine()
         self._pump()
 
     # ---- lookups
@@ -355,8 +356,10 @@ class KVDiskManager(OffloadingManager):
 
     def _enter_quarantine(self) -> None:
         """vLLM will not report the transfers under way, but its workers still carry them out."""
+        assert self._service is not None
         stores: dict[int, list[Resident]] = {}
         for ticket, resident in self._storing.values():
+            self._service.store.disown(resident)  # or requests would wait for it
             stores.setdefault(ticket, []).append(resident)
         self._storing.clear()
         self._quarantine += [(ticket, residents, []) for ticket, residents in stores.items()]
@@ -384,7 +387,8 @@ class KVDiskManager(OffloadingManager):
 
     def on_reset_flushed(self) -> None:
         """0.33: all workers have ended what was in flight at the reset."""
-        self._leave_quarantine(flushed=True)
+        if self._quarantine:
+            self._leave_quarantine(flushed=True)
 
     # ---- reports and the end
 

@@ -121,13 +121,13 @@ class Desk:
         self.manager.prepare_load = prepare
         return wanted
 
-    def end_step(self, finished: Sequence[Any] = ()) -> None:
-        """The end of `schedule()`; then all loads of the step end."""
+    def end_step(self, finished: Sequence[Any] = (), *, loads_end: bool = True) -> None:
+        """The end of `schedule()`; then all loads of the step end, or not."""
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = {request.request_id for request in finished}
         meta = self.connector.build_connector_meta(output)
         jobs = dict.fromkeys(meta.load_jobs, 1)
-        if jobs:
+        if jobs and loads_end:
             done = OffloadingWorkerMetadata(completed_jobs=jobs)
             self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
 

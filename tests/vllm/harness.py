@@ -156,7 +156,8 @@ class Harness:
                 own = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
                 tensor = self.kv_caches[layer]
                 item = tensor.element_size()
-                page = getattr(own, "unpadded_page_size_bytes", own.page_size_bytes)
+                whole = getattr(own, "real_page_size_bytes", own.page_size_bytes)  # of states, without their padding
+                page = getattr(own, "unpadded_page_size_bytes", whole)
                 raw = torch.tensor([], dtype=torch.uint8).set_(
                     tensor.untyped_storage(),
                     tensor.storage_offset() * item,
