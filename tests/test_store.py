@@ -466,6 +466,24 @@ def test_no_kept_chunk_lacks_a_kept_parent_and_heads_are_rewritten_within_bounds
     assert stats.bytes_flushed <= 1.1 * (stats.bytes_flushed - stats.bytes_rewritten) + 1
 
 
+def test_a_head_that_others_need_is_written_again_from_its_slot_and_never_beyond_a_tenth() -> None:
+    b = bench(segments_max=(4,), unit_count=256)
+    b.put(b"head", 2)
+    b.run()
+    rewritten = 0
+    for n in range(200):
+        b.put(b"%d" % n, 4, parent=b"head", position=n)
+        resident = b.store.resident(b"head")
+        assert resident is not None
+        resident.used = True  # the slot; a use of the segment would keep that as well
+        b.run()
+        stats = b.store.writer.stats
+        assert stats.bytes_rewritten <= 0.1 * (stats.bytes_flushed - stats.bytes_rewritten) + 8192
+        rewritten = stats.bytes_rewritten
+        assert b.on_disk(b"head"), n
+    assert rewritten > 0
+
+
 def test_a_segment_being_read_is_not_recycled() -> None:
     b = bench(segments_max=(3,), unit_count=128)
     b.put(b"k", 4)

@@ -1,0 +1,170 @@
+"""The index against a dictionary and a tree that are too slow to be wrong."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from kvdisk.index import Extent, Index
+
+ALIGNMENT = 4096
+KEYS = [b"%c" % letter for letter in range(97, 113)]
+
+
+class IndexAgainstModel(RuleBasedStateMachine):
+    """`parent` is what was asked for; a link exists when both ends do, unless it would close a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(ALIGNMENT)
+        self.extents: dict[bytes, Extent] = {}
+        self.parent: dict[bytes, bytes] = {}  # links
+        self.waits: dict[bytes, bytes] = {}  # for a parent that is not there
+
+    keys = Bundle("keys")
+
+    @rule(target=keys, key=st.sampled_from(KEYS))
+    def name(self, key: bytes) -> bytes:
+        return key
+
+    def is_above(self, key: bytes, of: bytes) -> bool:
+        while True:
+            if of == key:
+                return True
+            if of not in self.parent:
+                return False
+            of = self.parent[of]
+
+    @rule(key=keys, parent=st.sampled_from([b"", *KEYS]), segment=st.integers(0, 3), size=st.integers(1, 9999))
+    def add(self, key: bytes, parent: bytes, segment: int, size: int) -> None:
+        extent = Extent(segment, size * ALIGNMENT, size, size << 40, size % 7)
+        self.index.add(key, extent, parent)
+        self.extents[key] = extent
+        self.parent.pop(key, None)
+        self.waits.pop(key, None)
+        if parent and parent != key:
+            if parent not in self.extents:
+                self.waits[key] = parent
+            elif not self.is_above(key, parent):
+                self.parent[key] = parent
+        for orphan in [orphan for orphan, missing in self.waits.items() if missing == key]:
+            del self.waits[orphan]
+            if not self.is_above(orphan, key):
+                self.parent[orphan] = key
+
+    def remove(self, key: bytes) -> set[bytes]:
+        gone = {other for other in self.extents if self.is_above(key, other)}
+        for other in gone:
+            del self.extents[other]
+            self.parent.pop(other, None)
+            self.waits.pop(other, None)
+        return gone
+
+    @rule(key=keys)
+    def drop(self, key: bytes) -> None:
+        expected = self.remove(key) if key in self.extents else set()
+        dropped = self.index.drop(key)
+        assert sorted(dropped) == sorted(expected)
+        assert not dropped or dropped[0] == key
+
+    @rule(key=keys)
+    def drop_only(self, key: bytes) -> None:
+        self.index.drop_only(key)
+        if key in self.extents:
+            del self.extents[key]
+            self.parent.pop(key, None)
+            self.waits.pop(key, None)
+            for child in [child for child, parent in self.parent.items() if parent == key]:
+                del self.parent[child]
+                self.waits[child] = key
+
+    @rule(key=keys)
+    def drop_waiting(self, key: bytes) -> None:
+        expected: set[bytes] = set()
+        for orphan in [orphan for orphan, missing in self.waits.items() if missing == key]:
+            expected |= self.remove(orphan)
+        assert sorted(self.index.drop_waiting(key)) == sorted(expected)
+
+    @rule(segment=st.integers(0, 3))
+    def evict_segment(self, segment: int) -> None:
+        for key in self.index.keys_of_segment(segment):
+            if key in self.extents:
+                self.remove(key)
+            self.index.drop(key)
+        assert self.index.keys_of_segment(segment) == []
+        self.index.forget_segment(segment)
+
+    @rule()
+    def clear(self) -> None:
+        if len(self.extents) > 12:
+            self.index.clear()
+            self.extents.clear()
+            self.parent.clear()
+            self.waits.clear()
+
+    @invariant()
+    def rows_are_the_models(self) -> None:
+        assert len(self.index) == len(self.extents)
+        assert set(self.index) == set(self.extents)
+        for key in KEYS:
+            assert self.index.get(key) == self.extents.get(key)
+            assert (key in self.index) == (key in self.extents)
+            assert self.index.parent_of(key) == self.parent.get(key)
+            extent = self.extents.get(key)
+            assert self.index.segment_of(key) == (extent.segment if extent else None)
+
+    @invariant()
+    def segments_are_the_models(self) -> None:
+        for segment in range(4):
+            keys = [key for key, extent in self.extents.items() if extent.segment == segment]
+            assert sorted(self.index.keys_of_segment(segment)) == sorted(keys)
+            assert self.index.live_bytes_of_segment(segment) == sum(self.extents[key].live_bytes for key in keys)
+            for key in keys:
+                outside = any(p == key and self.extents[c].segment != segment for c, p in self.parent.items())
+                assert self.index.has_child_outside(key, segment) == outside
+
+    @invariant()
+    def there_is_no_cycle(self) -> None:
+        for key in self.extents:
+            above, seen = self.index.parent_of(key), {key}
+            while above is not None:
+                assert above not in seen
+                seen.add(above)
+                above = self.index.parent_of(above)
+
+
+TestIndexAgainstModel = IndexAgainstModel.TestCase
+TestIndexAgainstModel.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_a_loop_of_parents_is_not_made_in_any_order() -> None:
+    for seed in range(50):
+        chance = random.Random(seed)
+        index = Index(ALIGNMENT)
+        links = [(KEYS[n], KEYS[(n + 1) % 6]) for n in range(6)] * 2
+        chance.shuffle(links)
+        for key, parent in links:
+            index.add(key, Extent(0, 0, 1, 0, 0), parent)
+        dropped = index.drop(KEYS[0])
+        assert len(dropped) == len(set(dropped))
+        assert len(index) == 6 - len(dropped)
+        for key in KEYS[:6]:
+            index.drop(key)
+        assert len(index) == 0
+
+
+def test_a_chain_added_tail_first_is_linked_in_linear_time() -> None:
+    index = Index(ALIGNMENT)
+    for number in range(20_000, 0, -1):
+        index.add(b"%d" % number, Extent(0, 0, 1, 0, 0), b"%d" % (number - 1))
+    assert index.parent_of(b"20000") == b"19999"
+    assert len(index.drop(b"1")) == 20_000
+
+
+@pytest.mark.parametrize("extent", [Extent((1 << 32) - 1, 4096 * ((1 << 32) - 1), (1 << 32) - 1, (1 << 64) - 1, 65535)])
+def test_the_largest_numbers_fit(extent: Extent) -> None:
+    index = Index(ALIGNMENT)
+    index.add(b"k", extent, b"")
+    assert index.get(b"k") == extent

@@ -1,0 +1,122 @@
+"""Which segment is given up, and what never is."""
+
+from kvdisk import layout
+from kvdisk.commands import SegmentFile
+from kvdisk.layout import SegmentHeader
+from kvdisk.segments import Root, Segment, SegmentState, SegmentTable, SegmentUse
+
+ALIGNMENT = 4096
+
+
+def table(*counts: int) -> SegmentTable:
+    """A table with that many sealed segments a root, used in the order of their numbers."""
+    made = SegmentTable(tuple(10 for _ in counts))
+    number = 0
+    for root, count in enumerate(counts):
+        for _ in range(count):
+            header = SegmentHeader(ALIGNMENT, 1 << 20, number + 100, 0, 0, bytes(32))
+            segment = Segment(SegmentFile(root, number), SegmentState.SEALED, header, payload_bytes=100)
+            segment.on_disk = header.sequence
+            made.adopt(segment)
+            made.touch(number)
+            number += 1
+    return made
+
+
+def victim(made: SegmentTable, root: int = 0, live: dict[int, int] | None = None) -> int | None:
+    found = made.victim(made.roots[root], dict.fromkeys(range(10), 100) if live is None else live)
+    return None if found is None else found.file.number
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    made = table(4)
+    assert victim(made) == 0
+    made.touch(0)
+    assert victim(made) == 1
+
+
+def test_dead_bytes_age_a_segment_and_one_without_live_ones_goes_first() -> None:
+    made = table(4)
+    assert victim(made, live={0: 100, 1: 100, 2: 5, 3: 100}) in (0, 2)
+    assert victim(made, live={0: 100, 1: 100, 3: 100}) == 2
+    made[0].last_used = made[1].last_used = 3
+    assert victim(made, live={0: 10, 1: 100, 2: 100, 3: 100}) == 0
+
+
+def test_a_segment_with_a_reader_or_writer_or_still_open_is_never_taken() -> None:
+    made = table(4)
+    made[0].readers = 1
+    made[1].writers = 1
+    made[2].state = SegmentState.OPEN
+    assert victim(made) == 3
+    made[3].state = SegmentState.LOST
+    assert victim(made) is None
+
+
+def test_older_versions_go_before_newer_ones_whatever_their_age() -> None:
+    made = table(3)
+    made[0].older.add(made[2].use)
+    assert victim(made) == 2
+    made[2].older.add(made[1].use)
+    assert victim(made) == 1
+    made[1].readers = 1
+    assert victim(made) is None, "neither may go before it"
+    made[1].readers = 0
+    made[1].on_disk = 999  # recycled: its new header is on disk
+    assert victim(made) == 2
+
+
+def test_a_segment_about_to_be_recycled_still_holds_older_versions_until_its_header_is_written() -> None:
+    made = table(3)
+    made[0].older.add(made[1].use)
+    use = made[1].use
+    made[1].state = SegmentState.OPENING
+    made[1].writers = 1
+    made[1].header = SegmentHeader(ALIGNMENT, 1 << 20, 500, 0, 0, bytes(32))
+    assert made.is_on_disk(use)
+    assert victim(made) == 2
+    made[1].on_disk = 500
+    assert not made.is_on_disk(use)
+    assert victim(made) == 0
+
+
+def test_an_older_version_in_another_root_is_named_first() -> None:
+    made = table(2, 2)
+    made[0].older.add(made[3].use)
+    assert victim(made) == 3
+
+
+def test_who_would_have_to_go_before_itself_is_found_also_through_others() -> None:
+    made = table(4)
+    made[1].older.add(made[0].use)
+    made[2].older.add(made[1].use)
+    assert made.holds_older(made[0], [made[2].use])
+    assert made.holds_older(made[1], [made[2].use])
+    assert not made.holds_older(made[2], [made[2].use])
+    assert not made.holds_older(made[3], [made[2].use])
+    assert not made.holds_older(made[0], [SegmentUse(2, 7)]), "a use that is over"
+    made[0].older.add(made[2].use)  # a loop ends all the same
+    assert made.holds_older(made[0], [made[2].use])
+    assert victim(made) is not None
+
+
+def test_numbers_are_never_used_twice_and_files_that_are_gone_are_forgotten() -> None:
+    made = SegmentTable((3,))
+    root: Root = made.roots[0]
+    first, second = made.new_file(root), made.new_file(root)
+    made.remove(second)
+    assert made.new_file(root).file.number == 2
+    assert [s.file.number for s in made] == [0, 2]
+    assert len(made) == len(root.segments) == 2
+    made.adopt(Segment(SegmentFile(0, 77), SegmentState.EMPTY))
+    assert made.new_file(root).file.number == 78
+    assert first.state is SegmentState.EMPTY
+
+
+def test_packs_and_the_footer_they_will_need_always_fit() -> None:
+    header = SegmentHeader(ALIGNMENT, 1 << 18, 1, 0, 0, bytes(32))
+    segment = Segment(SegmentFile(0, 0), SegmentState.OPEN, header, tail=ALIGNMENT)
+    while segment.room(layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES) >= 2 * ALIGNMENT:
+        segment.tail += 2 * ALIGNMENT
+        segment.raw_header_bytes += layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES
+    assert segment.tail + layout.footer_bytes(segment.raw_header_bytes, ALIGNMENT) <= header.segment_bytes
