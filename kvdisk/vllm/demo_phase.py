@@ -10,7 +10,7 @@ they hold, and a restart is only a restart if the process is another. The plan i
 with an ACTION one of
 
     {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": 16, "together": false}
-    {"do": "drain"}                       step an idle in-process engine until everything is stored and committed
+    {"do": "drain"}                       wait until all that was stored is on disk
     {"do": "reset", "connector": false}   drop the GPU's prefix cache, and with connector also the connector's
 
 The result is a list with one object an action: for generate the requests (tokens, logprobs, cached_tokens, ttft_s),
@@ -21,9 +21,11 @@ plan that cannot be carried out ends the process with a traceback and no result.
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+DRAIN_TIMEOUT_S = 60
 METRICS = ("kvdisk", "kv_offload", "external_prefix_cache")
 
 
@@ -60,11 +62,24 @@ def _in_process_scheduler(llm: Any) -> Any | None:
 
 
 def _drain(llm: Any) -> None:
-    """Step as a served engine does while its connector says that work is pending; `generate` stops stepping earlier."""
+    """Return when all that was stored is on disk. An engine in this process is stepped; `generate` stops that earlier.
+
+    One in a process of its own steps by itself, and its counters come with requests' outputs: tiny ones ask for them.
+    """
     scheduler = _in_process_scheduler(llm)
-    assert scheduler is not None, "an engine of its own process steps by itself: there is nothing to drain"
-    while scheduler.has_requests():
-        llm.llm_engine.engine_core.get_output()
+    if scheduler is not None:
+        while scheduler.has_requests():
+            llm.llm_engine.engine_core.get_output()
+        return
+    tiny = {"do": "generate", "prompts": [[3]], "max_tokens": 1}
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while True:
+        _generate(llm, tiny)
+        metrics = _metrics(llm)
+        if metrics.get("vllm:kvdisk_chunks_flushed", 0) >= metrics.get("vllm:kvdisk_chunks_stored", 0):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not everything was flushed within {DRAIN_TIMEOUT_S} s: {metrics}")
 
 
 def _stats(llm: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-from tests.vllm.e2e.engine import OWN_PROCESS, RESET, RESET_CONNECTOR, Site, cached, generate, tokens
+from tests.vllm.e2e.engine import DRAIN, OWN_PROCESS, RESET, RESET_CONNECTOR, Site, cached, generate, tokens
 
 WORK = generate(1124, count=3, together=True)
 WHOLE_CHUNKS = [1024] * 3
@@ -20,7 +20,9 @@ def test_ranks_in_other_processes_store_and_load(ranks: int, tmp_path: Path, tin
     engine = {"tensor_parallel_size": ranks, "max_num_seqs": 8, "kv_cache_memory_bytes": 200 << 20}
     site = Site("llama", tiny_models_dir, tmp_path, tmp_path / "root")
 
-    computed, _, loaded, _, forgotten = site.start([WORK, RESET, WORK, RESET_CONNECTOR, WORK], environment, **engine)
+    computed, _, loaded, _, forgotten, _ = site.start(
+        [WORK, RESET, WORK, RESET_CONNECTOR, WORK, DRAIN], environment, **engine
+    )
     assert cached(computed) == [0] * 3
     assert cached(loaded) == WHOLE_CHUNKS
     assert tokens(loaded) == tokens(computed)
