@@ -93,11 +93,15 @@ class Arena(Generic[OwnerT]):
             run = run.next
 
     def _sweep(self, units: int) -> list[Run[OwnerT]] | None:
-        """Neighbouring runs from the hand on that may be taken and hold `units`; two rounds, for the second chance."""
+        """Neighbouring runs from the hand on that may be taken and hold `units`.
+
+        Three rounds: one takes away second chances, and a window may lie across the place where the hand was, which
+        only a pass from the lowest address to the highest sees whole.
+        """
         window: list[Run[OwnerT]] = []
         total = 0
         run = self._hand
-        for _ in range(2 * self._run_count + 1):
+        for _ in range(3 * self._run_count + 1):
             if window and run.start <= window[-1].start:  # the ring closes: memory is not contiguous here
                 window, total = [], 0
             owner = run.owner
@@ -117,7 +121,8 @@ class Arena(Generic[OwnerT]):
         self.free_units += run.units
 
     def _absorb(self, run: Run[OwnerT], following: Run[OwnerT]) -> None:
-        assert run.next is following and run.start + run.units == following.start
+        assert run.next is following
+        assert run.start + run.units == following.start
         run.units += following.units
         run.next = following.next
         following.next.previous = run

@@ -136,3 +136,13 @@ def test_a_large_chunk_displaces_neighbours_only() -> None:
 def test_an_arena_without_a_single_slot_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="more bytes"):
         Arena(3, granule=4)
+
+
+def test_a_window_across_the_hand_is_found_although_everything_was_used() -> None:
+    arena: Arena[Chunk] = Arena(4)
+    chunks = [place(arena, 1)[0] for _ in range(4)]
+    place(arena, 2)  # the hand stands in the middle now
+    for chunk in arena.owners():
+        chunk.used = True
+    chunks[3].used = True
+    assert len(place(arena, 4)[1]) == 3
