@@ -80,9 +80,18 @@ class Lookups:
         request.step = self._step
         self._pump()
         queued = request.req_id in self._queue
-        request.cutting = not self._may_go_on(request) if queued else request.is_waiting
+        request.cutting = not self._may_go_on(request) if queued else self._is_waiting(request)
         request.scanned.clear()
         self._counters["scans_cut"] += request.cutting
+
+    def _is_waiting(self, request: Request) -> bool:
+        """Whether a chunk it pinned is still on its way; lets go of those that failed."""
+        for key, resident in list(request.waits.items()):
+            if resident.forgotten:
+                self._unpin(key, request)
+            elif resident.is_hit:
+                del request.waits[key]
+        return bool(request.waits)
 
     def _cut_scan(self, key: bytes, request: Request, req_context: ReqContext) -> LookupResult:
         """Answers that end vLLM's scan of each group soon, and defer the request.

@@ -73,15 +73,6 @@ class Request:
         self.counted: set[bytes] = set()
         self.from_disk: set[bytes] = set()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a chunk it pinned is still on its way; forgets those that arrived or failed."""
-        if self.waits:
-            arrived = [key for key, resident in self.waits.items() if resident.is_hit or resident.forgotten]
-            for key in arrived:
-                del self.waits[key]
-        return bool(self.waits)
-
 
 class Groups:
     """The KV cache groups as the manager needs them.

@@ -229,7 +229,7 @@ def test_a_cut_scan_changes_no_outcome(engine: Engine, case: str, seed: int, mon
     for request in list(desk.manager._requests.values()):
         desk.manager._lookups.release(request)
     desk.store.drop_slots()
-    monkeypatch.setattr("kvdisk.vllm.requests.Request.is_waiting", False)
+    monkeypatch.setattr("kvdisk.vllm.lookups.Lookups._is_waiting", lambda *_: False)
     assert desk.resolve(desk.request(tokens)) == cut
 
 
