@@ -57,16 +57,18 @@ class Arena(Generic[OwnerT]):
         """
         assert units > 0
         units = -(-units // self._granule) * self._granule
-        window = self._sweep(units)
-        if window is None:
-            return None
-        run = window[0]
-        for taken in window:
-            if taken.owner is not None:
-                evicted.append(taken.owner)
-                self._set_free(taken)
-        for taken in window[1:]:
-            self._absorb(run, taken)
+        run = self._hand
+        if run.owner is not None or run.units < units:  # else the rest of a run that was cut before
+            window = self._sweep(units)
+            if window is None:
+                return None
+            run = window[0]
+            for taken in window:
+                if taken.owner is not None:
+                    evicted.append(taken.owner)
+                    self._set_free(taken)
+            for taken in window[1:]:
+                self._absorb(run, taken)
         if run.units > units:
             self._split(run, units)
         run.owner = owner

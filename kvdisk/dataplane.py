@@ -32,8 +32,8 @@ from kvdisk.directory import Directory, segment_cost
 from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
-from kvdisk.plan import pack_size, stored_bytes
-from kvdisk.units import UNIT_BYTES, round_up
+from kvdisk.plan import Footprint, footprint, pack_size
+from kvdisk.units import UNIT_BYTES
 
 logger = logging.getLogger("kvdisk")
 
@@ -127,18 +127,16 @@ class DataPlane:
     # ---- packs
 
     async def _write_pack(self, command: WritePack, completion: Completion) -> None:
-        loop = asyncio.get_running_loop()
-        sizes = [stored_bytes(chunk.parts, self._alignment) for chunk in command.chunks]
-        pack_bytes = pack_size(sizes, self._alignment)
-        header_bytes = layout.pack_header_bytes(len(sizes), self._alignment)
-        payload = [self._spans(chunk.unit, chunk.parts) for chunk in command.chunks]
-        checksums = await loop.run_in_executor(self.threads, self._hash, payload)
-        entries = pack_entries(command.chunks, sizes, checksums, header_bytes)
+        takes = [footprint(chunk.parts, self._alignment) for chunk in command.chunks]
+        pack_bytes = pack_size([take.stored_bytes for take in takes], self._alignment)
+        header_bytes = layout.pack_header_bytes(len(takes), self._alignment)
+        checksums = await self._checksums_of(command.chunks)
+        entries = pack_entries(command.chunks, takes, checksums, header_bytes)
         pack = layout.Pack(command.offset, header_bytes, pack_bytes, command.sequence, entries)
         raw = layout.encode_pack(pack, command.header)
         with self.bounce.take(header_bytes) as memory:
             memory.view[:header_bytes] = raw.ljust(header_bytes, b"\0")
-            spans = [Span(memory, 0, header_bytes), *(span for chunk in payload for span in chunk)]
+            spans = [Span(memory, 0, header_bytes), *self._spans(command.chunks)]
             async with self.files.use(command.file, self._path(command.file)) as fd:
                 await self._transfer.write(fd, command.offset, spans)
         completion.pack_header = raw
@@ -165,31 +163,47 @@ class DataPlane:
             return False
 
     async def _read_and_verify(self, file: SegmentFile, items: tuple[ReadItem, ...]) -> list[bool]:
-        payload = [self._spans(item.unit, item.parts) for item in items]
-        spans = [span for chunk in payload for span in chunk]
+        spans = self._spans(items)
         async with self.files.use(file, self._path(file)) as fd:
             await self._transfer.read(fd, items[0].offset, spans)
         self.bytes_read += sum(span.length for span in spans)
         if not self._checksums:
             return [True] * len(items)
-        found = await asyncio.get_running_loop().run_in_executor(self.threads, self._hash, payload)
+        found = await self._checksums_of(items)
         return [check == item.checksum for check, item in zip(found, items, strict=True)]
 
-    def _spans(self, unit: int, parts: tuple[int, ...]) -> list[Span]:
-        """Where the parts of the chunk in the slot at `unit` lie, padded to the alignment."""
-        start = unit * UNIT_BYTES
-        return [
-            Span(units.memory, units.start + start, round_up(part, self._alignment))
-            for units, part in zip(self._units, parts, strict=True)
-            if part
-        ]
+    def _spans(self, chunks: Sequence[PackChunk | ReadItem]) -> list[Span]:
+        """Where the parts of `chunks` lie, padded to the alignment; neighbours are one span."""
+        spans: list[Span] = []
+        alignment = self._alignment
+        memory, start, end = None, 0, 0
+        for chunk in chunks:
+            first = chunk.unit * UNIT_BYTES
+            for units, part in zip(self._units, chunk.parts, strict=True):
+                if not part:
+                    continue
+                begin = units.start + first
+                if begin != end or units.memory is not memory:
+                    if memory is not None:
+                        spans.append(Span(memory, start, end - start))
+                    memory, start = units.memory, begin
+                end = begin - (-part // alignment) * alignment  # rounded up; no call, for this runs for every chunk
+        if memory is not None:
+            spans.append(Span(memory, start, end - start))
+        return spans
 
-    def _hash(self, payload: list[list[Span]]) -> list[int]:
+    async def _checksums_of(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
+        """Of the padded parts of each chunk, computed in a thread; zeros without checksums."""
         if not self._checksums:
-            return [0] * len(payload)
+            return [0] * len(chunks)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._hash, chunks)
+
+    def _hash(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
         return [
-            layout.checksum(*(span.memory.view[span.start : span.start + span.length] for span in spans))
-            for spans in payload
+            layout.checksum(
+                *[span.memory.view[span.start : span.start + span.length] for span in self._spans((chunk,))]
+            )
+            for chunk in chunks
         ]
 
     # ---- segments
@@ -245,19 +259,20 @@ class DataPlane:
 
 
 def pack_entries(
-    chunks: Sequence[PackChunk], sizes: Sequence[int], checksums: Sequence[int], header_bytes: int
+    chunks: Sequence[PackChunk], takes: Sequence[Footprint], checksums: Sequence[int], header_bytes: int
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
     """The ENTRY_DTYPE records of a pack's chunks, whose payloads follow each other from `header_bytes` on."""
+    _, _, keys, parents, groups, positions = zip(*chunks, strict=True)
+    live_bytes, stored_bytes, _ = np.array(takes, np.uint64).T
     entries = np.zeros(len(chunks), layout.ENTRY_DTYPE)
-    entries["key"] = np.array([chunk.key.ljust(64, b"\0") for chunk in chunks], "V64")
-    entries["parent"] = np.array([chunk.parent.ljust(64, b"\0") for chunk in chunks], "V64")
-    entries["key_bytes"] = [len(chunk.key) for chunk in chunks]
-    entries["parent_bytes"] = [len(chunk.parent) for chunk in chunks]
-    entries["group"] = [chunk.group for chunk in chunks]
-    entries["position"] = [chunk.position for chunk in chunks]
-    entries["stored_bytes"] = sizes
-    entries["offset"] = header_bytes + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-    entries["live_bytes"] = [sum(chunk.parts) for chunk in chunks]
+    for field, words in (("key", keys), ("parent", parents)):
+        entries[field] = np.frombuffer(b"".join([word.ljust(64, b"\0") for word in words]), "V64")
+        entries[f"{field}_bytes"] = list(map(len, words))
+    entries["group"] = groups
+    entries["position"] = positions
+    entries["stored_bytes"] = stored_bytes
+    entries["offset"] = header_bytes + np.cumsum(stored_bytes) - stored_bytes
+    entries["live_bytes"] = live_bytes
     entries["checksum"] = np.array(checksums, np.uint64)
     return entries
 

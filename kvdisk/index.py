@@ -108,18 +108,21 @@ class Index:
             self.live_of_segment[self._segment[row]] -= self._live[row]
             self._unlink(row)
             self._forget_orphan(row)
-        self._segment[row] = extent.segment
-        self._offset[row] = extent.offset // self._alignment
-        self._live[row] = extent.live_bytes
-        self._checksum[row] = extent.checksum
-        self._group[row] = extent.group
-        self._rows.setdefault(extent.segment, array("i")).append(row)
-        self.live_of_segment[extent.segment] = self.live_of_segment.get(extent.segment, 0) + extent.live_bytes
+        segment, offset, live_bytes, self._checksum[row], self._group[row] = extent
+        self._segment[row] = segment
+        self._offset[row] = offset // self._alignment
+        self._live[row] = live_bytes
+        rows = self._rows.get(segment)
+        if rows is None:
+            rows = self._rows[segment] = array("i")
+        rows.append(row)
+        self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + live_bytes
         if parent and parent != key:
             self._link(row, parent)
-        for orphan in self._orphans.pop(key, ()):
-            self._orphan_parent.pop(orphan, None)
-            self._attach(orphan, row)
+        if key in self._orphans:
+            for orphan in self._orphans.pop(key):
+                self._orphan_parent.pop(orphan, None)
+                self._attach(orphan, row)
 
     def drop(self, key: bytes) -> list[bytes]:
         """Remove `key` and all that depends on it; the keys removed, `key` first. Unknown keys remove nothing."""
@@ -127,6 +130,9 @@ class Index:
         if top is None:
             return []
         self._unlink(top)
+        if self._child[top] == _NONE:  # most chunks, and always the last of a prefix
+            self._release(top, key)
+            return [key]
         dropped: list[bytes] = []
         stack = [top]
         while stack:

@@ -27,7 +27,8 @@ class State(Enum):
 class Resident:
     """One chunk in one slot.
 
-    parts: live bytes on each rank; a rank may have none. position: end in tokens. parent: key of its prefix or b"".
+    parts: live bytes on each rank; a rank may have none. live_bytes, stored_bytes: their sum, and what it takes on
+    disk; the store sets both with the slot. position: end in tokens. parent: key of its prefix or b"".
     pins: reasons to keep the slot. forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O.
     unflushed: counts against the bound on unflushed slots. replaces: where older bytes of this key may lie on disk.
     """
@@ -36,6 +37,7 @@ class Resident:
         "forgotten",
         "group",
         "key",
+        "live_bytes",
         "parent",
         "parts",
         "pins",
@@ -44,6 +46,7 @@ class Resident:
         "retries",
         "run",
         "state",
+        "stored_bytes",
         "unflushed",
         "used",
     )
@@ -64,6 +67,8 @@ class Resident:
         self.unflushed = False
         self.replaces: SegmentUse | None = None
         self.run: Run[Resident]
+        self.live_bytes: int
+        self.stored_bytes: int
 
     def can_evict(self) -> bool:
         """Whether the slot may be given up now."""
@@ -72,9 +77,7 @@ class Resident:
     @property
     def is_hit(self) -> bool:
         """Whether the slot holds the chunk's whole and verified bytes."""
-        return self.state in (State.DIRTY, State.FLUSHING, State.CLEAN)
+        return self.state in _HITS
 
-    @property
-    def live_bytes(self) -> int:
-        """Over all ranks."""
-        return sum(self.parts)
+
+_HITS = (State.DIRTY, State.FLUSHING, State.CLEAN)

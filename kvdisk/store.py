@@ -20,10 +20,10 @@ from kvdisk.arena import Arena
 from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, ScannedSegment, SegmentFile, WriteEpoch
 from kvdisk.index import GROUP_MAX, LIVE_BYTES_MAX, Extent, Index
 from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
-from kvdisk.plan import Wanted, merge_reads, stored_bytes
+from kvdisk.plan import Wanted, footprint, merge_reads, stored_bytes
 from kvdisk.resident import Resident, State
 from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
-from kvdisk.units import UNIT_BYTES, round_up
+from kvdisk.units import UNIT_BYTES
 from kvdisk.writer import Writer, WriterConfig
 
 SEGMENTS_MIN = 3
@@ -350,16 +350,16 @@ class Store:
 
     def _issue_reads(self) -> None:
         wanted: list[Wanted] = []
-        resident_at: dict[tuple[int, int], Resident] = {}
+        resident_at: dict[int, Resident] = {}  # by first unit
         for resident, extent in self._wanted:
-            item = ReadItem(extent.offset, resident.parts, extent.checksum, resident.run.start)
-            wanted.append(Wanted(extent.segment, item))
-            resident_at[extent.segment, extent.offset] = resident
+            unit = resident.run.start
+            wanted.append(Wanted(extent.segment, ReadItem(extent.offset, resident.parts, extent.checksum, unit)))
+            resident_at[unit] = resident
         self._wanted.clear()
         for run in merge_reads(wanted, self.config.alignment):
             file = self.table[run[0].segment].file
             command = ReadChunks(self._new_id(), file, tuple(chunk.item for chunk in run))
-            self._reads[command.id] = (command, [resident_at[w.segment, w.item.offset] for w in run])
+            self._reads[command.id] = (command, [resident_at[item.unit] for item in command.items])
             self._out.append(command)
 
     def _read_done(self, completion: Completion) -> None:
@@ -373,10 +373,9 @@ class Store:
                 self._settle(resident)
             return
         verified = completion.verified if completion.error == 0 else [False] * len(residents)
+        self.counters["chunks_promoted"] += sum(verified)
         for resident, item, good in zip(residents, command.items, verified, strict=True):
             if good:
-                resident.state = State.CLEAN
-                self.counters["chunks_promoted"] += 1
                 self.counters["bytes_promoted"] += resident.live_bytes
             else:
                 self._read_failed(resident, item, command.file, completion)
@@ -403,10 +402,10 @@ class Store:
 
     def _units(self, parts: Sequence[int]) -> int:
         """Units of a slot: on every rank the same, so the largest part decides."""
-        return round_up(max(parts, default=0), self.config.alignment) // UNIT_BYTES
+        return footprint(parts, self.config.alignment).units
 
     def _place(self, resident: Resident) -> Resident | None:
-        units = self._units(resident.parts)
+        resident.live_bytes, resident.stored_bytes, units = footprint(resident.parts, self.config.alignment)
         if units >= self._no_run_of:
             return None
         evicted: list[Resident] = []

@@ -20,7 +20,7 @@ from kvdisk import layout
 from kvdisk.commands import Command, Completion, OpenSegment, PackChunk, SealSegment, WritePack
 from kvdisk.index import Extent, Index
 from kvdisk.layout import SegmentHeader
-from kvdisk.plan import pack_length, pack_size, stored_bytes
+from kvdisk.plan import pack_length, pack_size
 from kvdisk.resident import Resident, State
 from kvdisk.segments import Root, Segment, SegmentState, SegmentTable
 
@@ -112,7 +112,7 @@ class Writer:
         self._on_dropped = on_dropped
         self._dirty: deque[Resident] = deque()
         self._ahead: dict[int, Segment] = {}  # root -> the segment opened before it is needed
-        self._packs: dict[int, tuple[WritePack, list[Resident]]] = {}
+        self._packs: dict[int, tuple[WritePack, list[Resident], int]] = {}  # with the bytes of the pack
         self._opening: dict[int, tuple[OpenSegment, Segment]] = {}
         self._sealing: dict[int, Segment] = {}
         self._out: list[Command] = []
@@ -350,7 +350,7 @@ class Writer:
         batch: list[Resident] = []
         size = 0
         for resident in islice(self._dirty, layout.ENTRY_COUNT_MAX):
-            size += stored_bytes(resident.parts, self.config.alignment)
+            size += resident.stored_bytes
             if batch and size > PACK_BYTES_MAX:
                 break
             batch.append(resident)
@@ -360,7 +360,7 @@ class Writer:
         segment = root.current
         assert segment is not None and segment.header is not None
         alignment = self.config.alignment
-        sizes = [stored_bytes(resident.parts, alignment) for resident in self._next_batch()]
+        sizes = [resident.stored_bytes for resident in self._next_batch()]
         count = pack_length(sizes, segment.room(0), alignment)
         if count == 0:
             self._retire_current(root)
@@ -370,15 +370,16 @@ class Writer:
         sequence = self.next_pack_sequence
         self.next_pack_sequence += 1
         command = WritePack(self._new_id(), segment.file, segment.header, segment.tail, sequence, chunks)
-        segment.tail += pack_size(sizes[:count], alignment)
+        pack_bytes = pack_size(sizes[:count], alignment)
+        segment.tail += pack_bytes
         segment.raw_header_bytes += layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * count
         segment.writers += 1
-        root.inflight_bytes += self._bytes_of(command)
+        root.inflight_bytes += pack_bytes
         for resident in taken:
             resident.state = State.FLUSHING
             if resident.replaces is not None and resident.replaces != segment.use:
                 segment.older.add(resident.replaces)
-        self._packs[command.id] = (command, taken)
+        self._packs[command.id] = (command, taken, pack_bytes)
         self._out.append(command)
 
     def _retire_current(self, root: Root) -> None:
@@ -386,19 +387,15 @@ class Writer:
         assert segment is not None
         self.close_segment(segment)
 
-    def _bytes_of(self, command: WritePack) -> int:
-        alignment = self.config.alignment
-        return pack_size([stored_bytes(chunk.parts, alignment) for chunk in command.chunks], alignment)
-
     def _pack_done(self, completion: Completion, now: float) -> None:
-        command, residents = self._packs[completion.id]
+        command, residents, pack_bytes = self._packs[completion.id]
         segment = self.table[command.file.number]
         root = self.table.roots[command.file.root]
         if not completion.settled:
-            root.inflight_bytes -= self._bytes_of(command)
+            root.inflight_bytes -= pack_bytes
             if completion.error == 0:
                 root.failures = 0
-                self.stats.bytes_written += self._bytes_of(command)
+                self.stats.bytes_written += pack_bytes
                 self._index_pack(command, residents, completion, segment)
             else:
                 self._pack_failed(residents, segment, root, completion, now)
@@ -419,21 +416,24 @@ class Writer:
             segment.pack_headers[command.offset] = completion.pack_header
             self.table.touch(segment.file.number)
         offset = command.offset + layout.pack_header_bytes(len(residents), self.config.alignment)
+        number = segment.file.number
         entered = []
+        entered_bytes = 0
         for resident, check in zip(residents, completion.checksums, strict=True):
             if current and not resident.forgotten and not self._is_reachable(resident):
                 self.stats.chunks_evicted += 1
                 resident.replaces = segment.use
             elif current and not resident.forgotten:
-                extent = Extent(segment.file.number, offset, resident.live_bytes, check, resident.group)
-                self.index.add(resident.key, extent, resident.parent)
-                segment.payload_bytes += resident.live_bytes
-                self.stats.bytes_flushed += resident.live_bytes
+                key, live_bytes = resident.key, resident.live_bytes
+                self.index.add(key, Extent(number, offset, live_bytes, check, resident.group), resident.parent)
+                entered_bytes += live_bytes
                 resident.replaces = None
-                entered.append(resident.key)
-            offset += stored_bytes(resident.parts, self.config.alignment)
+                entered.append(key)
+            offset += resident.stored_bytes
             resident.state = State.CLEAN
             self._settle(resident)
+        segment.payload_bytes += entered_bytes
+        self.stats.bytes_flushed += entered_bytes
         self.stats.chunks_flushed += len(entered)
         self._on_indexed(entered)
 
