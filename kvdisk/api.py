@@ -87,7 +87,7 @@ class AsyncStore:
         self._memory = private_memory(options.cpu_bytes_to_use)
         self._service = Service(
             options,
-            Tenancy({"api": "library", "namespace": options.namespace}, ("main",)),
+            Tenancy({"api": "library", "namespace": options.namespace, "roots": len(options.root_dir)}, ("main",)),
             [Units(self._memory, 0)],
             unit_count=options.cpu_bytes_to_use // UNIT_BYTES,
             on_ready=self._on_ready,

@@ -103,6 +103,7 @@ class Completion:
     late: bool = False
     settled: bool = False
     verified: list[bool] = field(default_factory=list)
+    errors: list[int] = field(default_factory=list)
     pack_header: bytes = b""
     checksums: list[int] = field(default_factory=list)
 

@@ -7,6 +7,7 @@ all on one event loop; how many commands are out at a time is for the metadata p
 
 import asyncio
 import errno
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvdisk import layout
 from kvdisk.bounce import BouncePool
+from kvdisk.calls import FileCall, call_in_thread
 from kvdisk.commands import (
     Command,
     Completion,
@@ -54,6 +56,8 @@ class DataPlane:
         alignment: of every offset and length on disk.
         engine, transfer: started on this loop.
         report: called on the loop with every completion.
+        timeout_s: after which a call on a file (open, create, remove, the epoch) is late.
+        call: runs such a call.
         checksums: False turns hashing off, for measurements only: nothing would be verified.
     """
 
@@ -66,6 +70,8 @@ class DataPlane:
         transfer: Transfer,
         report: Callable[[Completion], None],
         *,
+        timeout_s: float = 30.0,
+        call: FileCall = call_in_thread,
         checksums: bool = True,
     ) -> None:
         self._directories = directories
@@ -74,10 +80,12 @@ class DataPlane:
         self._engine = engine
         self._transfer = transfer
         self._report = report
+        self._timeout_s = timeout_s
+        self._call = call
         self._checksums = checksums
         self.bounce = BouncePool()
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")
-        self.files = OpenFiles(engine, self.threads)
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")  # these never touch a disk
+        self.files = OpenFiles(engine, timeout_s, call)
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_read = 0
 
@@ -151,16 +159,22 @@ class DataPlane:
             if len(command.items) == 1:
                 raise
             # One bad sector must not cost its neighbours: each chunk on its own.
-            completion.verified = [await self._read_alone(command.file, item) for item in command.items]
+            await self._read_each(command, completion)
 
-    async def _read_alone(self, file: SegmentFile, item: ReadItem) -> bool:
-        try:
-            return (await self._read_and_verify(file, (item,)))[0]
-        except TransferLateError:
-            raise
-        except OSError as error:
-            logger.warning("read of %s at %d failed: %s", self._path(file), item.offset, error)
-            return False
+    async def _read_each(self, command: ReadChunks, completion: Completion) -> None:
+        """Read the chunks of `command` one by one, at the same time; each has its own result."""
+        reads = (self._read_and_verify(command.file, (item,)) for item in command.items)
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        late = [result for result in results if isinstance(result, TransferLateError)]
+        if late:
+            raise TransferLateError("reads are late", asyncio.ensure_future(_all_settled(late)))
+        for result in results:
+            if isinstance(result, OSError):
+                logger.warning("read of %s failed: %s", self._path(command.file), result)
+            elif isinstance(result, BaseException):
+                raise result
+            completion.verified.append(not isinstance(result, OSError) and result[0])
+            completion.errors.append((result.errno or errno.EIO) if isinstance(result, OSError) else 0)
 
     async def _read_and_verify(self, file: SegmentFile, items: tuple[ReadItem, ...]) -> list[bool]:
         spans = self._spans(items)
@@ -209,29 +223,32 @@ class DataPlane:
     # ---- segments
 
     async def _open_segment(self, command: OpenSegment) -> None:
-        loop = asyncio.get_running_loop()
-        directory = self._directories[command.file.root]
-        size = command.header.segment_bytes
+        file, size = command.file, command.header.segment_bytes
         if not command.recycle:
-            fd = await loop.run_in_executor(
-                self.threads,
-                directory.create_segment,
-                command.file.number,
-                segment_cost(size),
-                lambda path: self._engine.create_file(path, size),
-            )
-            self.files.add(command.file, fd)
+            await self._create(file, size)
         try:
             if command.recycle:
-                await loop.run_in_executor(self.threads, self._check_size, command.file, size)
-            await self._write_block(command.file, 0, layout.encode_segment_header(command.header))
+                await self._call(lambda: self._check_size(file, size), self._timeout_s, "open")
+            await self._write_block(file, 0, layout.encode_segment_header(command.header))
         except TransferLateError:
             raise  # the kernel may still write to it
         except OSError:
             # What was in it is given up already, and what is in it now nobody knows.
-            self.files.close_one(command.file)
-            await loop.run_in_executor(self.threads, self._engine.remove_file, self._path(command.file))
+            self.files.close_one(file)
+            await self._call(lambda: self._engine.remove_file(self._path(file)), self._timeout_s, "remove")
             raise
+
+    async def _create(self, file: SegmentFile, size: int) -> None:
+        directory = self._directories[file.root]
+        fd = await self._call(
+            lambda: directory.create_segment(
+                file.number, segment_cost(size), lambda path: self._engine.create_file(path, size)
+            ),
+            self._timeout_s,
+            "create",
+            discard=self._engine.close_file,
+        )
+        self.files.add(file, fd)
 
     def _check_size(self, file: SegmentFile, size: int) -> None:
         """A recycled file must still be the whole file it was: somebody may have cut or replaced it."""
@@ -250,9 +267,17 @@ class DataPlane:
                 await self._transfer.write(fd, offset, [Span(memory, 0, len(data))])
 
     async def _write_epoch(self, command: WriteEpoch) -> None:
-        loop = asyncio.get_running_loop()
-        for directory in self._directories:
-            await loop.run_in_executor(self.threads, directory.write_epoch, command.epoch)
+        """On every root, whatever happens on the others: the highest that is found counts."""
+        writes = (
+            self._call(functools.partial(directory.write_epoch, command.epoch), self._timeout_s, "epoch")
+            for directory in self._directories
+        )
+        failed = [r for r in await asyncio.gather(*writes, return_exceptions=True) if isinstance(r, BaseException)]
+        late = [error for error in failed if isinstance(error, TransferLateError)]
+        if late:
+            raise TransferLateError("the epoch is late", asyncio.ensure_future(_all_settled(late)))
+        if failed:
+            raise failed[0]
 
     def _path(self, file: SegmentFile) -> str:
         return self._directories[file.root].segment_path(file.number)
@@ -275,6 +300,10 @@ def pack_entries(
     entries["live_bytes"] = live_bytes
     entries["checksum"] = np.array(checksums, np.uint64)
     return entries
+
+
+async def _all_settled(late: Sequence[TransferLateError]) -> None:
+    await asyncio.gather(*(error.settled for error in late))
 
 
 def _place(command: Command) -> str:

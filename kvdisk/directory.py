@@ -4,9 +4,9 @@
       kvdisk.ledger             flock: serialises grants and reservations. JSON: who was granted how many bytes
       ns-<32 hex>/              a namespace: 0700
         namespace.json          what its name is a hash of, for people
+        epoch                   two records of layout.encode_epoch, for all instances
         <instance>/             one writer at a time: 0700
-          lock                  flock for the writer's life; holds its pid
-          epoch                 two records of layout.encode_epoch
+          lock                  flock for the writer's life; holds its pid, or "closed" after a clean end
           00000000.seg ...      segments
 
 What must hold:
@@ -23,7 +23,7 @@ import json
 import os
 import re
 import stat
-import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -36,8 +36,9 @@ LEDGER = "kvdisk.ledger"
 _NAMESPACE = re.compile(r"ns-[0-9a-f]{32}")
 _INSTANCE = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 _SEGMENT = re.compile(r"(\d{8})\.seg")
-_OURS_IN_INSTANCE = re.compile(r"lock|epoch|\d{8}\.seg")
+_OURS_IN_INSTANCE = re.compile(r"lock|\d{8}\.seg")
 _HARMLESS = {"lost+found", ".Trash-0"}
+_CLOSED = "closed"
 
 OVERHEAD_BYTES = 96 << 10
 """Directories, ledger, lock and epoch files of one instance, generously: each takes a block or two of 4 KiB."""
@@ -67,7 +68,14 @@ class Claim:
 
 
 class Directory:
-    """A claimed root. `granted_bytes` is what this instance may use; `close` gives it back."""
+    """A claimed root; `close` gives it back.
+
+    Attributes:
+        instance, instance_path, namespace_path: what was claimed.
+        granted_bytes: what this instance may use.
+        closed_cleanly: whether the last owner ended with nothing in flight. A killed process may have writes in the
+            kernel that land after its locks are gone.
+    """
 
     def __init__(self, claim: Claim) -> None:
         self._claim = claim
@@ -75,7 +83,6 @@ class Directory:
         self.namespace_path = os.path.join(claim.path, claim.namespace)
         assert _NAMESPACE.fullmatch(claim.namespace) and all(_INSTANCE.fullmatch(name) for name in claim.instances)
         self._lock: IO[str] | None = None
-        self._epoch_lock = threading.Lock()
         with self._ledger() as ledger:
             _make_private_directory(self.namespace_path)
             self.instance, self._lock = self._lock_instance()
@@ -84,7 +91,7 @@ class Directory:
                 self.granted_bytes = self._grant(ledger)
                 self._describe()
             except BaseException:
-                self._lock.close()
+                self._unlock(clean=self.closed_cleanly)
                 raise
 
     # ---- files of the instance
@@ -97,6 +104,13 @@ class Directory:
         """The segments there are, ascending."""
         names = os.listdir(self.instance_path)
         return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
+
+    def remove_misfits(self, segment_bytes: int) -> None:
+        """Remove segments of another size: `segment_bytes` was changed, or somebody cut them."""
+        for number in self.segment_numbers():
+            path = self.segment_path(number)
+            if os.lstat(path).st_size != segment_bytes:
+                os.unlink(path)
 
     def make_unique(self, taken: set[int]) -> list[int]:
         """The segments there are, after renaming those whose number another root of this store has already."""
@@ -116,7 +130,9 @@ class Directory:
             OSError: ENOSPC when the cap leaves no room even without the data of dead owners, or what `create` raises.
         """
         with self._ledger():
-            excess = self._used_bytes() + cost_bytes - self._claim.cap_bytes
+            # Its own segments are not looked at one by one: there may be thousands, and each costs its full price.
+            mine = len(self.segment_numbers()) * cost_bytes
+            excess = mine + self._used_bytes(skip_segments_of=self.instance_path) + cost_bytes - self._claim.cap_bytes
             if excess > 0:
                 excess -= self._remove_dead(excess)
             if excess > 0:
@@ -135,7 +151,7 @@ class Directory:
         with self._ledger():
             return self._used_bytes()
 
-    def read_epoch(self) -> int | None:
+    def read_epoch(self) -> layout.EpochRecord | None:
         """The namespace's epoch; None if a record of it is damaged: then nothing on disk may be served.
 
         Also where the other record is whole. Whether the damaged one was the older or the newer nobody can tell, and a
@@ -145,31 +161,36 @@ class Directory:
             with open(self._epoch_path, "rb", opener=_no_follow) as file:
                 raw = file.read(2 * layout.ALIGNMENT_MIN)
         except FileNotFoundError:
-            return 0
+            return layout.EpochRecord(0, 0)
         slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
         records = [layout.decode_epoch(slot) for slot in slots if slot]
-        known = [record[0] for record in records if record is not None]
-        return max(known) if known and len(known) == len(records) else None
+        known = [record for record in records if record is not None]
+        if not known or len(known) < len(records):
+            return None
+        return max(known, key=lambda record: (record.epoch, record.counter))
 
-    def write_epoch(self, epoch: int) -> None:
+    def write_epoch(self, epoch: int, *, after_reset: bool = True) -> None:
         """Make `epoch` durable. In place and over the older record: it needs no space and survives a torn write.
 
-        May be called from several threads; a lower epoch never replaces a higher one.
+        A lower epoch never replaces a higher one, whoever writes it: instances of one namespace share the record.
         """
-        with self._epoch_lock:
-            self._write_epoch(epoch)
+        with self._ledger():
+            self._write_epoch(epoch, after_reset)
 
-    def _write_epoch(self, epoch: int) -> None:
+    def _write_epoch(self, epoch: int, after_reset: bool) -> None:
         fd = os.open(self._epoch_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             raw = os.pread(fd, 2 * layout.ALIGNMENT_MIN, 0)
             slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
             records = [layout.decode_epoch(slot) for slot in slots]
-            if any(record and record[0] >= epoch for record in records) and None not in records:
-                return
-            counters = [record[1] if record else -1 for record in records]
             damaged = [slot for slot in (0, 1) if slots[slot] and records[slot] is None]
-            record_bytes = layout.encode_epoch(epoch, max(counters) + 1)
+            known = max((r for r in records if r), key=lambda r: (r.epoch, r.counter), default=None)
+            if known is not None and not damaged:
+                new = epoch > known.epoch or (epoch == known.epoch and after_reset and not known.after_reset)
+                if not new:
+                    return
+            counters = [record.counter if record else -1 for record in records]
+            record_bytes = layout.encode_epoch(layout.EpochRecord(epoch, max(counters) + 1, after_reset))
             for slot in damaged or [counters.index(min(counters))]:
                 written = os.pwrite(fd, record_bytes, slot * layout.ALIGNMENT_MIN)
                 if written != len(record_bytes):
@@ -178,39 +199,51 @@ class Directory:
         finally:
             os.close(fd)
 
-    def close(self) -> None:
-        """Give back grant and lock; files stay. Idempotent."""
+    def close(self, *, clean: bool = True) -> None:
+        """Give back grant and lock; files stay. Idempotent, and never waits long: somebody may hang with the ledger.
+
+        Args:
+            clean: whether nothing is in flight any more.
+        """
         if self._lock is None:
             return
-        with contextlib.suppress(OSError), self._ledger() as ledger:
+        with contextlib.suppress(OSError), self._ledger(wait_s=0.5) as ledger:
             ledger.pop(self._grant_name(self.instance), None)
-        self._lock.close()
-        self._lock = None
+        self._unlock(clean=clean)
+
+    def _unlock(self, *, clean: bool) -> None:
+        lock, self._lock = self._lock, None
+        assert lock is not None
+        if clean:
+            _rewrite(lock, _CLOSED)
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold a duplicate, which closing does not unlock
+        lock.close()
 
     # ---- the ledger
 
     @property
     def _epoch_path(self) -> str:
-        return os.path.join(self.instance_path, "epoch")
+        return os.path.join(self.namespace_path, "epoch")
 
     def _grant_name(self, instance: str) -> str:
         return f"{self._claim.namespace}/{instance}"
 
     @contextlib.contextmanager
-    def _ledger(self) -> Iterator[dict[str, Any]]:
-        """The grants, locked; what the caller changed is written back."""
+    def _ledger(self, wait_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """The grants, locked; what the caller changed is written back. TimeoutError after `wait_s`, if given."""
         path = os.path.join(self._claim.path, LEDGER)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "r+", encoding="utf-8", errors="replace") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            before = file.read(1 << 20)
-            grants = _parse_grants(before)
-            yield grants
-            after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
-            if after != before:
-                file.seek(0)
-                file.truncate()
-                file.write(after)
+            _lock(fd, wait_s)
+            try:
+                before = file.read(1 << 20)
+                grants = _parse_grants(before)
+                yield grants
+                after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
+                if after != before:
+                    _rewrite(file, after)
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # see _unlock
 
     def _grant(self, ledger: dict[str, Any]) -> int:
         claim, mine = self._claim, self._grant_name(self.instance)
@@ -250,9 +283,8 @@ class Directory:
                 owners.append(f"{path} by pid {file.read(20).strip() or 'unknown'}")
                 file.close()
                 continue
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            self.closed_cleanly = file.read(20) in ("", _CLOSED)
+            _rewrite(file, str(os.getpid()))
             return name, file
         raise DirectoryInUseError(f"in use: {', '.join(owners)}; stop that process or name another root or namespace")
 
@@ -272,12 +304,13 @@ class Directory:
                     if _INSTANCE.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
                         yield namespace.path, instance.path
 
-    def _used_bytes(self) -> int:
+    def _used_bytes(self, skip_segments_of: str = "") -> int:
         root = self._claim.path
         paths = {root, os.path.join(root, LEDGER)}
         for namespace, instance in self._instances():
-            paths |= {namespace, os.path.join(namespace, "namespace.json"), instance}
-            paths |= {entry.path for entry in _entries(instance) if _OURS_IN_INSTANCE.fullmatch(entry.name)}
+            paths |= {namespace, os.path.join(namespace, "namespace.json"), os.path.join(namespace, "epoch"), instance}
+            names = ["lock"] if instance == skip_segments_of else [entry.name for entry in _entries(instance)]
+            paths |= {os.path.join(instance, name) for name in names if _OURS_IN_INSTANCE.fullmatch(name)}
         return sum(_allocated_bytes(path) for path in paths)
 
     def _remove_dead(self, wanted_bytes: int) -> int:
@@ -405,10 +438,35 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
 
 
 def _allocated_bytes(path: str) -> int:
+    """By st_blocks; a segment counts whole even where it could not be preallocated, for it will be filled."""
     try:
-        return os.lstat(path).st_blocks * 512
+        info = os.lstat(path)
     except OSError:
         return 0
+    return max(info.st_blocks * 512, info.st_size if path.endswith(".seg") else 0)
+
+
+def _lock(fd: int, wait_s: float | None) -> None:
+    """flock `fd`, for ever or until TimeoutError."""
+    if wait_s is None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "the ledger is locked") from None
+            time.sleep(0.01)
+
+
+def _rewrite(file: IO[str], text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()
 
 
 def _modified(path: str) -> float:

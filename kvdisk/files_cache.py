@@ -5,9 +5,9 @@ import contextlib
 import resource
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from kvdisk.calls import FileCall, call_in_thread
 from kvdisk.commands import SegmentFile
 from kvdisk.io.protocol import Engine
 from kvdisk.io.transfer import TransferLateError
@@ -22,15 +22,22 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """Descriptors by segment file, least recently used idle ones closed first. Used on one event loop."""
+    """Descriptors by segment file, least recently used idle ones closed first. Used on one event loop.
 
-    def __init__(self, engine: Engine, threads: Executor) -> None:
+    Args:
+        engine: opens and closes them.
+        timeout_s: after which an open that hangs is late.
+        call: runs an open.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float, call: FileCall = call_in_thread) -> None:
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = max(8, min(OPEN_FILES_MAX, soft_limit // 4))
         self._engine = engine
-        self._threads = threads
+        self._timeout_s = timeout_s
+        self._call = call
         self._files: OrderedDict[SegmentFile, _OpenFile] = OrderedDict()
-        self._opening: dict[SegmentFile, asyncio.Future[int]] = {}
+        self._opening: dict[SegmentFile, asyncio.Future[None]] = {}
 
     def add(self, file: SegmentFile, fd: int) -> None:
         """Take over the descriptor of a file just created."""
@@ -68,19 +75,26 @@ class OpenFiles:
         self._close_idle()
 
     async def _open(self, file: SegmentFile, path: str) -> None:
-        """See that `file` is open; several may ask at once."""
+        """See that `file` is open; several may ask at once, and share what comes of it."""
         opening = self._opening.get(file)
-        if opening is None:
-            loop = asyncio.get_running_loop()
-            opening = self._opening[file] = loop.run_in_executor(self._threads, self._engine.open_file, path)
-            try:
-                self._files[file] = _OpenFile(await opening)
-            finally:
-                del self._opening[file]
-        else:
+        if opening is not None:
             await asyncio.wait([opening])
-            if opening.exception() is None and file not in self._files:
-                await asyncio.sleep(0)  # whoever opened it enters it next
+            opening.result()
+            return
+        opening = self._opening[file] = asyncio.get_running_loop().create_future()
+        opening.add_done_callback(lambda ended: ended.exception())  # nobody else waiting is fine
+        try:
+            fd = await self._call(
+                lambda: self._engine.open_file(path), self._timeout_s, "open", discard=self._engine.close_file
+            )
+        except BaseException as error:
+            opening.set_exception(error)
+            raise
+        else:
+            self._files[file] = _OpenFile(fd)
+            opening.set_result(None)
+        finally:
+            del self._opening[file]
 
     def _done(self, entry: _OpenFile) -> None:
         entry.users -= 1

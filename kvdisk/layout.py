@@ -46,7 +46,7 @@ _PACK = struct.Struct("<8sIIIIQQQQQ32s24sQ")
 # magic, version, pack_count, body_bytes, segment_sequence, nonce, checksum (of this struct with a zero checksum, then
 # of the body); it fills the last bytes of the segment, the body (the packs' headers, unpadded) lies right before it
 _FOOTER = struct.Struct("<8sIIQQQQ")
-# magic, version, reserved, epoch, counter, checksum
+# magic, version, flags (1: after a reset), epoch, counter, checksum
 _EPOCH = struct.Struct("<8sIIQQQ")
 
 ENTRY_DTYPE = np.dtype(
@@ -310,18 +310,27 @@ def decode_footer(raw: Buffer, segment: SegmentHeader) -> list[Pack] | None:
     return packs if len(packs) == pack_count else None
 
 
-def encode_epoch(epoch: int, counter: int) -> bytes:
-    """A record of the namespace's epoch. Two are kept, written in turn, so that a torn write leaves the other."""
-    fields = (_EPOCH_MAGIC, VERSION, 0, epoch, counter)
+class EpochRecord(NamedTuple):
+    """The namespace's epoch. counter: of two records the higher is newer. after_reset: it began with a reset of a
+    running server, whose weights may have been others since than those it was started with."""
+
+    epoch: int
+    counter: int
+    after_reset: bool = False
+
+
+def encode_epoch(record: EpochRecord) -> bytes:
+    """One alignment block. Two are kept, written in turn, so that a torn write leaves the other."""
+    fields = (_EPOCH_MAGIC, VERSION, int(record.after_reset), record.epoch, record.counter)
     return _EPOCH.pack(*fields, checksum(_EPOCH.pack(*fields, 0))).ljust(ALIGNMENT_MIN, b"\0")
 
 
-def decode_epoch(raw: Buffer) -> tuple[int, int] | None:
-    """(epoch, counter) of the record in `raw`, or None."""
+def decode_epoch(raw: Buffer) -> EpochRecord | None:
+    """The record in `raw`, or None."""
     if len(raw) < _EPOCH.size:
         return None
     *fields, stored = _EPOCH.unpack_from(raw)
     if fields[0] != _EPOCH_MAGIC or fields[1] != VERSION or stored != checksum(_EPOCH.pack(*fields, 0)):
         return None
-    epoch, counter = fields[3], fields[4]
-    return (epoch, counter) if max(epoch, counter) < COUNTER_LIMIT else None
+    _, _, flags, epoch, counter = fields
+    return EpochRecord(epoch, counter, bool(flags & 1)) if max(epoch, counter) < COUNTER_LIMIT else None

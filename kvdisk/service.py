@@ -115,7 +115,6 @@ class Service:
         identity = {
             **tenancy.identity,
             "format_version": layout.VERSION,
-            "segment_bytes": options.segment_bytes,
             "alignment": alignment,
         }
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).digest()
@@ -137,7 +136,8 @@ class Service:
         config = StoreConfig(fingerprint, options.segment_bytes, alignment, segments_max, unit_count, group_parts)
         store = Store(config, SystemRandom())
         scans, epoch, known = self._call(self._scan(config))
-        store.recover(scans, epoch)
+        # A killed owner's last writes may land after its locks are gone: its open segments are not written to again.
+        store.recover(scans, epoch, resume=all(directory.closed_cleanly for directory in self._directories))
         # Above that of every pack there may be, also in files that could not be read this time.
         store.writer.next_pack_sequence = max(store.writer.next_pack_sequence, time.time_ns())
         self._log_start(store)
@@ -163,6 +163,7 @@ class Service:
             self._engine,
             self._transfer,
             self._report,
+            timeout_s=self._options.io_timeout_s,
             checksums=self._checksums,
         )
         scanner = Scanner(
@@ -173,11 +174,12 @@ class Service:
             segment_bytes=config.segment_bytes,
             alignment=config.alignment,
         )
-        epochs = [directory.read_epoch() for directory in self._directories]
-        known = [epoch for epoch in epochs if epoch is not None]
+        records = [directory.read_epoch() for directory in self._directories]
+        known = [record for record in records if record is not None]
         kept: list[ScannedSegment] = []
         numbers: set[int] = set()
         for root, directory in enumerate(self._directories):
+            directory.remove_misfits(config.segment_bytes)
             files = [SegmentFile(root, number) for number in directory.make_unique(numbers)]
             numbers.update(file.number for file in files)
             scans = await scanner.scan([(file, directory.segment_path(file.number)) for file in files])
@@ -188,14 +190,18 @@ class Service:
             kept += scans[: config.segments_max[root]]
             directory.trim_to_cap()
         # A segment of a later epoch proves a reset whose record did not reach the disk; what is older is stale.
-        epoch = max([0, *known, *(scan.header.epoch for scan in kept if scan.header)])
-        if len(known) < len(epochs):  # a damaged epoch record: what is on disk may be stale, so none of it counts
+        epochs = [record.epoch for record in known]
+        epoch = max([0, *epochs, *(scan.header.epoch for scan in kept if scan.header)])
+        if len(known) < len(records):  # a damaged record: what is on disk may be stale, so none of it counts
             logger.warning("epoch of %s is damaged; its chunks are not used", self._directories[0].namespace_path)
             epoch += 1
-        for directory, found in zip(self._directories, epochs, strict=True):
-            if found != epoch:
-                directory.write_epoch(epoch)
-        return kept, epoch, len(known) == len(epochs)
+        elif any(record.after_reset for record in known) or epoch > max(epochs):
+            # Since that reset the server may have had other weights than the model's files, which name the namespace.
+            logger.info("kvdisk: the cache was reset while the server ran; what it stored since is not used")
+            epoch += 1
+        for directory in self._directories:
+            directory.write_epoch(epoch, after_reset=False)
+        return kept, epoch, len(known) == len(records)
 
     def _log_start(self, store: Store) -> None:
         info = self.engine_info
@@ -306,16 +312,17 @@ class Service:
             logger.warning("kvdisk closed with chunks unflushed; they will be recomputed")
         return flushed
 
-    def _shut(self) -> None:
-        """Stop thread and engine if nothing is in flight, else leave them to the end of the process."""
+    def _shut(self, *, clean: bool = True) -> None:
+        """Stop thread and engine. What hangs is left to the end of the process, and so are the locks: writes that the
+        kernel still has may land at any time, and nobody else may write there before."""
         self._closed = True
         try:
             idle = self._call(self._stop_plane(), timeout_s=CLOSE_S_MAX / 4)
         except TimeoutError:
             idle = False
-        for directory in self._directories:
-            directory.close()
         if idle:
+            for directory in self._directories:
+                directory.close(clean=clean)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S_MAX / 4)
             if not self._thread.is_alive():

@@ -9,6 +9,7 @@ A chunk is in a slot (a resident), on disk (in the index), or both. What must ho
 - A failed read takes its chunk out of the index at once: it is a miss for everybody, and never tried again.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,10 @@ from kvdisk.writer import Writer, WriterConfig
 
 SEGMENTS_MIN = 3
 """Segments a root needs: one being filled, one to read from, one to recycle."""
+
+
+EPOCH_RETRY_S = 5.0
+"""Between attempts to make a reset durable on a disk that fails."""
 
 
 class Presence(Enum):
@@ -82,6 +87,7 @@ class Store:
         self._wanted: list[tuple[Resident, Extent]] = []
         self._reads: dict[int, tuple[ReadChunks, list[Resident]]] = {}
         self._epochs: dict[int, int] = {}
+        self._epoch_retry_at = math.inf
         self._late: set[int] = set()  # commands of all kinds that were late and have not settled
         self._out: list[Command] = []
         self._replaced: dict[bytes, SegmentUse] = {}  # keys that are not known any more -> where old bytes may lie
@@ -225,6 +231,8 @@ class Store:
 
     def take_commands(self, now: float) -> list[Command]:
         """What the data plane is to do next, reads first."""
+        if now >= self._epoch_retry_at:
+            self._write_epoch()
         if self._wanted:
             self._issue_reads()
         out, self._out = self._out, []
@@ -239,7 +247,7 @@ class Store:
         if completion.id in self._reads:
             self._read_done(completion)
         elif completion.id in self._epochs:
-            self._epoch_done(completion)
+            self._epoch_done(completion, now)
         else:
             known = self.writer.complete(completion, now)
             assert known, f"completion of unknown command {completion.id}"
@@ -275,16 +283,20 @@ class Store:
         self._dropped(list(self.index))
         self.index.clear()
         self._replaced.clear()
-        command = WriteEpoch(self._new_id(), self.writer.epoch)
-        self._epochs[command.id] = command.epoch
-        self._out.append(command)
+        self._write_epoch()
         self.counters["resets"] += 1
-        return command.epoch
+        return self.writer.epoch
 
     # ---- recovery
 
-    def recover(self, scans: Sequence[ScannedSegment], epoch: int) -> None:
-        """Take in what a scan of the directory found. Called once, before anything else."""
+    def recover(self, scans: Sequence[ScannedSegment], epoch: int, *, resume: bool = True) -> None:
+        """Take in what a scan of the directory found. Called once, before anything else.
+
+        Args:
+            scans: one a segment file.
+            epoch: chunks of another one are stale.
+            resume: whether open segments may be written to again: nobody else can still have writes on the way.
+        """
         self.writer.epoch = epoch
         rows: list[tuple[int, bytes, bytes, Extent]] = []
         for scan in sorted(scans, key=lambda s: s.header.sequence if s.header else 0):
@@ -303,7 +315,7 @@ class Store:
             self.index.add(key, extent, parent)
         if rows:
             self.writer.next_pack_sequence = rows[-1][0] + 1
-        self._resume_open_segments()
+        self._resume_open_segments(resume)
 
     def _recover_segment(
         self,
@@ -337,14 +349,14 @@ class Store:
         fits = fits and group <= GROUP_MAX
         return parts if fits else ()
 
-    def _resume_open_segments(self) -> None:
-        """Go on with the newest open segment of each root; close the others."""
+    def _resume_open_segments(self, resume: bool) -> None:
+        """Go on with the newest open segment of each root if allowed; close the others."""
         for root in self.table.roots:
             unsealed = [s for s in root.segments if s.state is SegmentState.OPEN and s.header is not None]
-            for segment in unsealed[:-1]:
+            if unsealed and resume:
+                root.current = unsealed.pop()
+            for segment in unsealed:
                 self.writer.close_segment(segment)
-            if unsealed:
-                root.current = unsealed[-1]
 
     # ---- reads
 
@@ -392,11 +404,19 @@ class Store:
             self._dropped(self.index.drop(resident.key))
         self._forget(resident)
 
-    def _epoch_done(self, completion: Completion) -> None:
-        if completion.error:
-            self.counters["epochs_not_durable"] += 1
+    def _epoch_done(self, completion: Completion, now: float) -> None:
+        """Until the epoch is durable, what it disowned would come back at a restart: it is tried again and again."""
         if not completion.late:
             del self._epochs[completion.id]
+        if completion.error:
+            self.counters["epochs_not_durable"] += 1
+            self._epoch_retry_at = now + EPOCH_RETRY_S
+
+    def _write_epoch(self) -> None:
+        command = WriteEpoch(self._new_id(), self.writer.epoch)
+        self._epochs[command.id] = command.epoch
+        self._epoch_retry_at = math.inf
+        self._out.append(command)
 
     # ---- slots
 

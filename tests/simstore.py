@@ -15,7 +15,6 @@ import numpy as np
 from kvdisk.bounce import BouncePool
 from kvdisk.commands import Command, Completion, SegmentFile
 from kvdisk.dataplane import DataPlane, Units
-from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Memory
 from kvdisk.io.sim import Fault, SimDisk, SimEngine
 from kvdisk.io.transfer import Transfer
@@ -70,6 +69,13 @@ class InlineExecutor(Executor):
         return future
 
 
+async def call_inline(
+    work: Callable[[], Any], timeout_s: float, what: str, discard: Callable[[Any], object] | None = None
+) -> Any:
+    """In place of `call_in_thread`: the simulated disk is not to be entered from several threads."""
+    return work()
+
+
 class SimDirectory:
     """What the data plane needs of a claimed root, on a simulated disk. The epoch is written whole or not at all."""
 
@@ -115,11 +121,11 @@ class SimStore:
             engine,
             self.transfer,
             self._report,
+            call=call_inline,
         )
         self.plane.threads.shutdown()
         self.plane.threads = InlineExecutor()  # type: ignore[assignment]
         self.plane.bounce = BouncePool(_memory)
-        self.plane.files = OpenFiles(engine, self.plane.threads)
         self.commands: list[Command] = []  # all that were issued, for tests that count
         self._completions: list[Completion] = []
         self._came = asyncio.Event()

@@ -27,6 +27,7 @@ LAYERS = {
     "kvdisk.plan": 2,
     "kvdisk.writer": 2,
     "kvdisk.bounce": 2,
+    "kvdisk.calls": 2,
     "kvdisk.files_cache": 2,
     "kvdisk.directory": 2,
     "kvdisk.commands": 2,

@@ -113,7 +113,7 @@ def test_a_planted_link_is_refused_and_what_it_points_to_is_untouched(root: Path
             (namespace / "main").symlink_to(outside)
         else:
             (namespace / "main").mkdir(mode=0o700)
-            (namespace / "main" / what).symlink_to(target)
+            (namespace / ("epoch" if what == "epoch" else "main/lock")).symlink_to(target)
     with pytest.raises((ValueError, OSError)), contextlib.closing(Directory(claim(root))) as directory:
         directory.write_epoch(1)
     assert target.read_text() == "precious"
@@ -130,7 +130,7 @@ def test_modes_are_private_under_any_umask(root: Path) -> None:
     finally:
         os.umask(before)
     modes = {path.relative_to(root).as_posix(): path.stat().st_mode & 0o777 for path in root.rglob("*")}
-    files = {LEDGER, *(f"{NAMES[0]}/{name}" for name in ("namespace.json", "main/lock", "main/epoch"))}
+    files = {LEDGER, *(f"{NAMES[0]}/{name}" for name in ("namespace.json", "epoch", "main/lock"))}
     assert {name for name, mode in modes.items() if mode == 0o600} == files
     assert {name for name, mode in modes.items() if mode == 0o700} == {NAMES[0], f"{NAMES[0]}/main"}
     assert len(modes) == 6
@@ -341,18 +341,43 @@ def test_numbers_taken_by_another_root_are_renamed(root: Path) -> None:
 # ---- the epoch
 
 
+def epoch_of(directory: Directory) -> int | None:
+    record = directory.read_epoch()
+    return None if record is None else record.epoch
+
+
+def test_instances_of_a_namespace_share_its_epoch(root: Path) -> None:
+    first = Directory(claim(root, instances=("dp0", "dp0-1"), share=5 * MIB))
+    second = Directory(claim(root, instances=("dp0", "dp0-1"), share=5 * MIB))
+    assert (first.instance, second.instance) == ("dp0", "dp0-1")
+    second.write_epoch(1)
+    assert epoch_of(first) == 1
+    first.close()
+    second.close()
+
+
+def test_the_end_of_a_reset_is_noted_once_and_not_by_settling(root: Path) -> None:
+    directory = Directory(claim(root))
+    directory.write_epoch(4)
+    assert directory.read_epoch() == (4, 0, True)
+    directory.write_epoch(5, after_reset=False)
+    directory.write_epoch(5, after_reset=False)
+    assert directory.read_epoch() == (5, 1, False)
+    directory.close()
+
+
 def test_an_epoch_is_found_again_and_never_goes_back(root: Path) -> None:
     directory = Directory(claim(root))
-    assert directory.read_epoch() == 0
+    assert epoch_of(directory) == 0
     for epoch in (1, 2, 5, 3, 6):
         directory.write_epoch(epoch)
-        assert directory.read_epoch() == max(epoch, 5 if epoch == 3 else 0)
+        assert epoch_of(directory) == max(epoch, 5 if epoch == 3 else 0)
     threads = [threading.Thread(target=directory.write_epoch, args=(epoch,)) for epoch in range(40, 6, -1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert directory.read_epoch() == 40
+    assert epoch_of(directory) == 40
     directory.close()
 
 
@@ -361,13 +386,13 @@ def test_a_damaged_epoch_record_is_never_taken_for_an_older_epoch(root: Path, wr
     directory = Directory(claim(root))
     for epoch in range(1, writes + 1):
         directory.write_epoch(epoch)
-    path = Path(directory.instance_path) / "epoch"
+    path = Path(directory.namespace_path) / "epoch"
     raw = bytearray(path.read_bytes())
     raw[slot * layout.ALIGNMENT_MIN + 24] ^= 1
     path.write_bytes(raw)
     assert directory.read_epoch() is None
     directory.write_epoch(writes + 1)
-    assert directory.read_epoch() == writes + 1, "writing mends it"
+    assert epoch_of(directory) == writes + 1, "writing mends it"
     directory.close()
 
 
@@ -376,7 +401,7 @@ def test_a_torn_first_or_second_epoch_record_means_unknown(root: Path, length: i
     directory = Directory(claim(root))
     directory.write_epoch(1)
     directory.write_epoch(2)
-    path = Path(directory.instance_path) / "epoch"
+    path = Path(directory.namespace_path) / "epoch"
     os.truncate(path, length)
     with open(path, "r+b") as file:
         file.seek(max(0, length - 30))
@@ -392,18 +417,64 @@ async def test_what_a_reset_disowned_stays_disowned_whatever_became_of_its_recor
         await store.flush()
         service = store._running
         service.store.reset()
-        await store.put(b"new", b"new weights")
+        await store.put(b"new", b"weights that the server got while it ran")
         assert await store.flush()
-    (epoch,) = root.glob("ns-*/main/epoch")
+        assert await store.get(b"new") is not None
+    (epoch,) = root.glob("ns-*/epoch")
     epoch.unlink()  # as if the machine had died before the record was durable
     async with kvdisk.open(root, **options) as store:
         assert await store.get(b"old") is None
-        assert await store.get(b"new") == b"new weights"
-    assert epoch.exists()
-    epoch.write_bytes(b"damage" * 1000)
-    async with kvdisk.open(root, **options) as store:
-        assert await store.get(b"new") is None
         await store.put(b"newer", b"newer weights")
+    assert epoch.exists()
     async with kvdisk.open(root, **options) as store:
         assert await store.get(b"newer") == b"newer weights"
-        assert await store.get(b"new") is None
+    epoch.write_bytes(b"damage" * 1000)
+    async with kvdisk.open(root, **options) as store:
+        assert await store.get(b"newer") is None
+        await store.put(b"newest", b"newest weights")
+    async with kvdisk.open(root, **options) as store:
+        assert await store.get(b"newest") == b"newest weights"
+        assert await store.get(b"newer") is None
+
+
+async def test_what_was_stored_after_a_reset_ends_with_the_process(root: Path) -> None:
+    """The weights may have been updated; a restart loads the model's files again, under the same name."""
+    options = {"capacity": 12 * MIB, "arena_bytes": 4 * MIB, "segment_bytes": MIB, "engine": "posix"}
+    async with kvdisk.open(root, **options) as store:
+        store._running.store.reset()
+        await store.put(b"key", b"of the updated weights")
+        assert await store.get(b"key") == b"of the updated weights"
+    for value in (None, b"of the files"):
+        async with kvdisk.open(root, **options) as store:
+            assert await store.get(b"key") == value
+            await store.put(b"key", b"of the files")
+
+
+async def test_segments_of_another_size_make_way_and_the_rest_of_the_namespace_stays(root: Path) -> None:
+    options = {"capacity": 40 * MIB, "arena_bytes": 4 * MIB, "engine": "posix"}
+    async with kvdisk.open(root, segment_bytes=MIB, **options) as store:
+        await store.put(b"key", b"one")
+    async with kvdisk.open(root, segment_bytes=2 * MIB, **options) as store:
+        assert await store.get(b"key") is None
+        await store.put(b"key", b"two")
+    async with kvdisk.open(root, segment_bytes=MIB, **options) as store:
+        assert await store.get(b"key") is None, "never the older value"
+    assert len(list(root.glob("ns-*"))) == 1
+
+
+async def test_open_segments_of_a_killed_owner_are_not_written_to_again(root: Path) -> None:
+    options = {"capacity": 40 * MIB, "arena_bytes": 4 * MIB, "segment_bytes": MIB, "engine": "posix"}
+    segments = []
+    for clean in (True, True, False):
+        async with kvdisk.open(root, **options) as store:
+            await store.put(os.urandom(8), b"value")
+            await store.flush()
+            segments.append(len(store._running.store.table))
+        if not clean:
+            (lock,) = root.glob("ns-*/main/lock")
+            lock.write_text("4711")  # what a killed process leaves
+    async with kvdisk.open(root, **options) as store:
+        await store.put(b"last", b"value")
+        await store.flush()
+        segments.append(len(store._running.store.table))
+    assert segments == [1, 1, 1, 2]

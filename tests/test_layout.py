@@ -59,7 +59,7 @@ SEGMENT = "magic version alignment segment_bytes sequence nonce epoch fingerprin
 PACK = """magic version entry_count header_bytes reserved_1 pack_bytes pack_sequence segment_sequence nonce offset
           fingerprint reserved_2 checksum"""
 FOOTER = "magic version pack_count body_bytes segment_sequence nonce checksum"
-EPOCH = "magic version reserved epoch counter checksum"
+EPOCH = "magic version flags epoch counter checksum"
 
 
 @pytest.mark.parametrize("title, structure, names", [
@@ -148,8 +148,8 @@ def test_no_flipped_byte_of_a_footer_is_accepted() -> None:
 
 
 def test_no_flipped_byte_of_an_epoch_record_is_accepted() -> None:
-    raw = layout.encode_epoch(12, 34)
-    assert layout.decode_epoch(raw) == (12, 34)
+    raw = layout.encode_epoch(layout.EpochRecord(12, 34, after_reset=True))
+    assert layout.decode_epoch(raw) == (12, 34, True)
     for at in range(layout.EPOCH_BYTES):
         assert layout.decode_epoch(with_byte_flipped(raw, at)) is None, at
 
@@ -168,7 +168,7 @@ def test_nothing_cut_off_is_accepted_and_nothing_raises() -> None:
         body = layout.decode_footer(footer[FOOTER_SIZE - length :], HEADER)
         assert body is None or length == FOOTER_SIZE
     for length in range(layout.EPOCH_BYTES):
-        assert layout.decode_epoch(layout.encode_epoch(1, 2)[:length]) is None
+        assert layout.decode_epoch(layout.encode_epoch(layout.EpochRecord(1, 2))[:length]) is None
 
 
 def test_a_pack_counts_only_at_its_own_place_and_in_its_own_segment() -> None:
