@@ -105,12 +105,9 @@ class Directory:
         names = os.listdir(self.instance_path)
         return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
 
-    def remove_misfits(self, segment_bytes: int) -> None:
-        """Remove segments of another size: `segment_bytes` was changed, or somebody cut them."""
-        for number in self.segment_numbers():
-            path = self.segment_path(number)
-            if os.lstat(path).st_size != segment_bytes:
-                os.unlink(path)
+    def segment_size(self, number: int) -> int:
+        """Bytes of the segment's file, as its directory entry says."""
+        return os.lstat(self.segment_path(number)).st_size
 
     def make_unique(self, taken: set[int]) -> list[int]:
         """The segments there are, after renaming those whose number another root of this store has already."""

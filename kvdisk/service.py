@@ -179,12 +179,17 @@ class Service:
         kept: list[ScannedSegment] = []
         numbers: set[int] = set()
         for root, directory in enumerate(self._directories):
-            directory.remove_misfits(config.segment_bytes)
             files = [SegmentFile(root, number) for number in directory.make_unique(numbers)]
             numbers.update(file.number for file in files)
             scans = await scanner.scan([(file, directory.segment_path(file.number)) for file in files])
             scans.sort(key=lambda scan: scan.header.sequence if scan.header else 0, reverse=True)
-            for scan in scans[config.segments_max[root] :]:  # the cap was lowered: the oldest go
+            misfits = [  # segment_bytes was changed: there is nothing in them, and they cannot be recycled
+                scan
+                for scan in scans
+                if scan.header is None and directory.segment_size(scan.file.number) != config.segment_bytes
+            ]
+            scans = [scan for scan in scans if scan not in misfits]
+            for scan in misfits + scans[config.segments_max[root] :]:  # the cap was lowered: the oldest go
                 plane.files.close_one(scan.file)
                 self._engine.remove_file(directory.segment_path(scan.file.number))
             kept += scans[: config.segments_max[root]]
