@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 PREFIX = "vllm:kvdisk_"
 
 COUNTERS = {
-    "hits": "Chunks that a request found in host memory, once verified",
+    "hits": "Chunks that a request found in host memory",
     "misses": "Chunks that a request did not find",
     "misses_over_budget": "Chunks on disk that a request did not get: it holds its share of the arena already",
     "misses_no_slot": "Chunks on disk that were recomputed, because no slot became free in time",
@@ -36,6 +36,7 @@ COUNTERS = {
     "bytes_flushed": "Live bytes written to disk",
     "bytes_rewritten": "Live bytes of prefix heads written again when their segment was evicted",
     "bytes_written": "Bytes of packs written to disk, padding and headers included",
+    "bytes_promoted": "Live bytes read from disk and verified",
     "bytes_read": "Bytes read from disk",
     "segments_recycled": "Segments evicted",
     "writes_failed": "Writes that ended in an error",
