@@ -3,9 +3,10 @@
 Invariants:
 - A key has at most one row, the one with the newest pack.
 - `parent` links follow the prefix: a chunk whose parent is dropped can never be hit, so `drop` takes the descendants
-  too. A chunk whose parent is not known (yet) is a root and is adopted when the parent is added.
-Rows are columns of machine integers, about 45 bytes a chunk beside its key, so that ten million chunks fit; the
-figure is in docs/performance.md. Pure: no file, no clock, no thread.
+  too. A chunk whose parent is not known (yet) waits for it, and is adopted when the parent is added.
+- Links are what the chunks say. Bytes from a stranger may close a loop: whoever walks up stops where it has been.
+Rows are columns of machine integers, so that ten million chunks fit: about 125 bytes a chunk, most of them the
+dictionary's, beside the key itself. Pure: no file, no clock, no thread.
 """
 
 from array import array
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _NONE = -1
+_NOWHERE = (1 << 32) - 1  # no segment: of a row that only holds the children of a key that is not here
 LIVE_BYTES_MAX = (1 << 32) - 1
 GROUP_MAX = (1 << 16) - 1
 
@@ -44,8 +46,7 @@ class Index:
         self._next = array("i")
         self._previous = array("i")
         self._free: list[int] = []
-        self._orphans: dict[bytes, list[int]] = {}  # parent key that is not here -> rows that wait for it
-        self._orphan_parent: dict[int, bytes] = {}
+        self._missing: dict[bytes, int] = {}  # key that is not here but has children -> the row that holds them
         self._rows: dict[int, array[int]] = {}  # segment -> rows ever added to it; stale ones are skipped when read
         self.live_of_segment: dict[int, int] = {}  # segment -> live bytes of its chunks; others only read it
 
@@ -71,9 +72,8 @@ class Index:
     def parent_of(self, key: bytes) -> bytes | None:
         """The parent of `key` if both are here, else None."""
         row = self._row_of.get(key)
-        if row is None or self._parent[row] == _NONE:
-            return None
-        return self._key[self._parent[row]]
+        parent = _NONE if row is None else self._parent[row]
+        return None if parent == _NONE or self._segment[parent] == _NOWHERE else self._key[parent]
 
     def keys_of_segment(self, segment: int) -> list[bytes]:
         """The chunks whose newest payload lies in `segment`, in the order they were added."""
@@ -100,14 +100,16 @@ class Index:
         return False
 
     def add(self, key: bytes, extent: Extent, parent: bytes) -> None:
-        """Add or replace `key`; `parent` is the key of its prefix, b"" for none. Children of a replaced key stay."""
+        """Add or replace `key`; `parent` is the key of its prefix, b"" for none. Its children stay, or are adopted."""
         row = self._row_of.get(key)
         if row is None:
-            row = self._new_row(key)
+            row = self._missing.pop(key, _NONE)
+            if row == _NONE:
+                row = self._new_row(key)
+            self._row_of[key] = row
         else:
             self.live_of_segment[self._segment[row]] -= self._live[row]
             self._unlink(row)
-            self._forget_orphan(row)
         segment, offset, live_bytes, self._checksum[row], self._group[row] = extent
         self._segment[row] = segment
         self._offset[row] = offset // self._alignment
@@ -119,17 +121,13 @@ class Index:
         self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + live_bytes
         if parent and parent != key:
             self._link(row, parent)
-        if key in self._orphans:
-            for orphan in self._orphans.pop(key):
-                self._orphan_parent.pop(orphan, None)
-                self._attach(orphan, row)
 
     def drop(self, key: bytes) -> list[bytes]:
         """Remove `key` and all that depends on it; the keys removed, `key` first. Unknown keys remove nothing."""
         top = self._row_of.get(key)
         if top is None:
             return []
-        self._unlink(top)
+        self._unlink(top)  # also what ends the walk below if links form a loop
         if self._child[top] == _NONE:  # most chunks, and always the last of a prefix
             self._release(top, key)
             return [key]
@@ -150,8 +148,8 @@ class Index:
     def drop_waiting(self, parent: bytes) -> list[bytes]:
         """Remove the chunks that wait for `parent`, which will not come (again), and all that depends on them."""
         dropped: list[bytes] = []
-        for row in list(self._orphans.get(parent, ())):
-            key = self._key[row]
+        while (row := self._missing.get(parent)) is not None:  # it goes with the last of them
+            key = self._key[self._child[row]]
             assert key is not None
             dropped += self.drop(key)
         return dropped
@@ -162,13 +160,12 @@ class Index:
         if row is None:
             return
         self._unlink(row)
-        child = self._child[row]
-        while child != _NONE:
-            following = self._next[child]
-            self._parent[child] = self._next[child] = self._previous[child] = _NONE
-            self._wait_for(child, key)
-            child = following
-        self._release(row, key)
+        if self._child[row] == _NONE:
+            self._release(row, key)
+        else:
+            self.live_of_segment[self._segment[row]] -= self._live[row]
+            self._segment[row] = _NOWHERE
+            self._missing[key] = self._row_of.pop(key)
 
     def clear(self) -> None:
         """Remove everything."""
@@ -196,14 +193,15 @@ class Index:
                 column.append(0)
             for links in (self._parent, self._child, self._next, self._previous):
                 links.append(_NONE)
-        self._row_of[key] = row
         return row
 
     def _release(self, row: int, key: bytes) -> None:
-        self._forget_orphan(row)
         del self._row_of[key]
-        self._key[row] = None
         self.live_of_segment[self._segment[row]] -= self._live[row]
+        self._free_row(row)
+
+    def _free_row(self, row: int) -> None:
+        self._key[row] = None
         self._parent[row] = self._child[row] = self._next[row] = self._previous[row] = _NONE
         self._free.append(row)
 
@@ -212,23 +210,10 @@ class Index:
     def _link(self, row: int, parent: bytes) -> None:
         parent_row = self._row_of.get(parent)
         if parent_row is None:
-            self._wait_for(row, parent)
-        elif not self._is_ancestor(row, parent_row):
-            self._attach(row, parent_row)
-
-    def _is_ancestor(self, row: int, of: int) -> bool:
-        """Whether `row` is above `of`: only bytes from a stranger can ask for such a loop, and it must not be made."""
-        if self._child[row] == _NONE:
-            return False
-        while of != _NONE:
-            if of == row:
-                return True
-            of = self._parent[of]
-        return False
-
-    def _attach(self, row: int, parent_row: int) -> None:
-        if self._is_ancestor(row, parent_row):
-            return
+            parent_row = self._missing.get(parent)
+        if parent_row is None:
+            parent_row = self._missing[parent] = self._new_row(parent)
+            self._segment[parent_row] = _NOWHERE
         first = self._child[parent_row]
         self._parent[row] = parent_row
         self._next[row] = first
@@ -238,22 +223,17 @@ class Index:
 
     def _unlink(self, row: int) -> None:
         parent, following, previous = self._parent[row], self._next[row], self._previous[row]
+        if parent == _NONE:
+            return
         if previous != _NONE:
             self._next[previous] = following
-        elif parent != _NONE:
+        else:
             self._child[parent] = following
         if following != _NONE:
             self._previous[following] = previous
         self._parent[row] = self._next[row] = self._previous[row] = _NONE
-
-    def _wait_for(self, row: int, parent: bytes) -> None:
-        self._orphans.setdefault(parent, []).append(row)
-        self._orphan_parent[row] = parent
-
-    def _forget_orphan(self, row: int) -> None:
-        parent = self._orphan_parent.pop(row, None)
-        if parent is not None:
-            waiting = self._orphans[parent]
-            waiting.remove(row)
-            if not waiting:
-                del self._orphans[parent]
+        if self._segment[parent] == _NOWHERE and self._child[parent] == _NONE:
+            key = self._key[parent]
+            assert key is not None
+            del self._missing[key]
+            self._free_row(parent)
