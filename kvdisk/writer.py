@@ -10,7 +10,7 @@ Pure: `pump` is told the time, commands go out and completions come back as data
 """
 
 import errno
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -110,7 +110,7 @@ class Writer:
         self._settle = settle
         self._on_indexed = on_indexed
         self._on_dropped = on_dropped
-        self._dirty: deque[Resident] = deque()
+        self._dirty: OrderedDict[Resident, None] = OrderedDict()
         self._ahead: dict[int, Segment] = {}  # root -> the segment opened before it is needed
         self._packs: dict[int, tuple[WritePack, list[Resident], int]] = {}  # with the bytes of the pack
         self._opening: dict[int, tuple[OpenSegment, Segment]] = {}
@@ -129,11 +129,11 @@ class Writer:
         """Queue complete chunks; neighbours in this order become neighbours on disk."""
         for resident in residents:
             resident.state = State.DIRTY
-            self._dirty.append(resident)
+            self._dirty[resident] = None
 
     def discard(self, resident: Resident) -> None:
         """Take a DIRTY chunk that nobody wants any more out of the queue."""
-        self._dirty.remove(resident)
+        del self._dirty[resident]
         self._keep_in_memory(resident)
 
     def pump(self, now: float) -> list[Command]:
@@ -165,7 +165,7 @@ class Writer:
         """Start a new epoch: nothing written so far counts any more. The caller forgets residents and index."""
         self.epoch = epoch
         while self._dirty:
-            self._keep_in_memory(self._dirty.popleft())
+            self._keep_in_memory(self._dirty.popitem(last=False)[0])
         self._ahead.clear()
         for root in self.table.roots:
             root.current = None
@@ -338,7 +338,7 @@ class Writer:
     def _give_up(self) -> None:
         """No root takes writes: what waits stays in memory only, so that its slots can be used again."""
         while self._dirty:
-            self._keep_in_memory(self._dirty.popleft())
+            self._keep_in_memory(self._dirty.popitem(last=False)[0])
 
     def _keep_in_memory(self, resident: Resident) -> None:
         resident.state = State.CLEAN
@@ -365,7 +365,7 @@ class Writer:
         if count == 0:
             self._retire_current(root)
             return
-        taken = [self._dirty.popleft() for _ in range(count)]
+        taken = [self._dirty.popitem(last=False)[0] for _ in range(count)]
         chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
         sequence = self.next_pack_sequence
         self.next_pack_sequence += 1
@@ -459,10 +459,11 @@ class Writer:
         if segment.header is not None and segment.on_disk == segment.header.sequence:
             for resident in residents:
                 resident.replaces = segment.use  # the disk may have taken it all the same
-        for resident in retry:
+        for resident in reversed(retry):
             resident.retries += 1
             resident.state = State.DIRTY
-        self._dirty.extendleft(reversed(retry))
+            self._dirty[resident] = None
+            self._dirty.move_to_end(resident, last=False)
         for resident in residents:
             if resident.state is State.FLUSHING:
                 resident.pins += int(completion.late)

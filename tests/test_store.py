@@ -153,6 +153,18 @@ def test_chunks_committed_together_lie_together_in_prefix_order() -> None:
     assert [chunk.key for chunk in pack.chunks] == [b"0", b"1", b"2", b"3"]
 
 
+def test_a_queued_chunk_that_is_replaced_leaves_the_queue_and_the_others_keep_their_order() -> None:
+    b = bench()
+    for n in range(6):
+        b.put(b"%d" % n, position=n)
+    for n in (4, 0, 3):
+        b.put(b"%d" % n, position=10 + n)
+    b.run()
+    (pack,) = packs(b.seen)
+    assert [chunk.position for chunk in pack.chunks] == [1, 2, 5, 14, 10, 13]
+    assert b.store.writer.stats.chunks_flushed == 6
+
+
 # ---- a disk that refuses space
 
 
