@@ -259,10 +259,9 @@ class Writer:
         """Empty the index of a segment's chunks; save the heads that others need, where that is allowed."""
         number = victim.file.number
         gone: list[bytes] = []
-        for chain in self._needed_chains(number):
-            for key in chain:
-                if self.index.segment_of(key) == number and not self._rewrite(key):
-                    gone += self.index.drop(key)
+        for key in self._needed(number):
+            if self.index.segment_of(key) == number and not self._rewrite(key):
+                gone += self.index.drop(key)
         for key in self.index.keys_of_segment(number):
             gone += self.index.drop(key)
         self.index.forget_segment(number)
@@ -271,17 +270,20 @@ class Writer:
         self.stats.chunks_evicted += len(gone)
         self._on_dropped(gone)
 
-    def _needed_chains(self, number: int) -> list[list[bytes]]:
-        """For each chunk that another segment's chunks need: it and its prefixes in this segment, top first."""
-        chains = []
-        for key in self.index.keys_of_segment(number):
-            if self.index.has_child_outside(key, number):
-                chain, up = [key], self.index.parent_of(key)
-                while up is not None and self.index.segment_of(up) == number:
-                    chain.append(up)
-                    up = self.index.parent_of(up)
-                chains.append(chain[::-1])
-        return chains
+    def _needed(self, number: int) -> list[bytes]:
+        """The chunks here that chunks elsewhere need, and their prefixes here: each once, prefixes first."""
+        index = self.index
+        found: dict[bytes, None] = {}
+        for key in index.keys_of_segment(number):
+            if not index.has_child_outside(key, number):
+                continue
+            chain: dict[bytes, None] = {}
+            up: bytes | None = key
+            while up is not None and up not in found and up not in chain and index.segment_of(up) == number:
+                chain[up] = None
+                up = index.parent_of(up)
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
 
     def _rewrite(self, key: bytes) -> bool:
         """Queue a head again from its slot, if it has one and the write amplification allows; whether it is saved."""

@@ -20,6 +20,7 @@ from kvdisk.commands import (
     WriteEpoch,
     WritePack,
 )
+from kvdisk.index import Extent
 from kvdisk.layout import SegmentHeader
 from kvdisk.resident import Resident, State
 from kvdisk.segments import SegmentState
@@ -494,6 +495,28 @@ def test_a_head_that_others_need_is_written_again_from_its_slot_and_never_beyond
         rewritten = stats.bytes_rewritten
         assert b.on_disk(b"head"), n
     assert rewritten > 0
+
+
+def test_what_a_segment_holds_for_others_is_found_in_one_walk_prefixes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full-attention chain in one segment, with a window group's chunk of another segment at every position."""
+    b = bench()
+    keys = [b"%d" % n for n in range(1_000)]
+    for n, key in enumerate(keys):
+        b.store.index.add(key, Extent(0, 0, 1, 0, 0), keys[n - 1] if n else b"")
+        b.store.index.add(b"w" + key, Extent(1, 0, 1, 0, 1), key)
+    steps = 0
+    parent_of = b.store.index.parent_of
+
+    def counted(key: bytes) -> bytes | None:
+        nonlocal steps
+        steps += 1
+        return parent_of(key)
+
+    monkeypatch.setattr(b.store.index, "parent_of", counted)
+    assert b.store.writer._needed(0) == keys
+    assert steps == len(keys)
+    b.store.index.add(keys[0], Extent(0, 0, 1, 0, 0), keys[-1])  # a loop, as only a stranger's bytes can form
+    assert sorted(b.store.writer._needed(0)) == sorted(keys)
 
 
 def test_a_segment_being_read_is_not_recycled() -> None:
