@@ -39,6 +39,9 @@ from kvdisk.units import UNIT_BYTES
 
 logger = logging.getLogger("kvdisk")
 
+_HASH_HERE_BYTES = 512 << 10
+"""A lone chunk up to this size is hashed on the loop: 9 us for 128 KiB, against 60 us for a thread's way and back."""
+
 
 class Units(NamedTuple):
     """One rank's units of the arena: its memory, and where in it the first unit lies."""
@@ -207,9 +210,11 @@ class DataPlane:
         return spans
 
     async def _checksums_of(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
-        """Of the padded parts of each chunk, computed in a thread; zeros without checksums."""
+        """Of the padded parts of each chunk, computed in a thread unless that costs more; zeros without checksums."""
         if not self._checksums:
             return [0] * len(chunks)
+        if len(chunks) == 1 and sum(chunks[0].parts) <= _HASH_HERE_BYTES:
+            return self._hash(chunks)
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._hash, chunks)
 
     def _hash(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
