@@ -77,10 +77,14 @@ class Lookups:
 
     def _begin_scan(self, request: Request) -> None:
         """The first lookup of a request in a step: is there anything to be learned from it?"""
+        # vLLM 0.32 asserts that a request loads nothing in the step that reports it as preempted. Where a reset of the
+        # GPU's cache preempts the running requests, that is the step in which they come back: they load in the next.
+        request.held_back = request.has_run and request.step < self._step - 1 and not request.held_back
         request.step = self._step
         self._pump()
         queued = request.req_id in self._queue
-        request.cutting = not self._may_go_on(request) if queued else self._is_waiting(request)
+        waits = not self._may_go_on(request) if queued else self._is_waiting(request)
+        request.cutting = waits or request.held_back
         request.scanned.clear()
         self._counters["scans_cut"] += request.cutting
 
@@ -257,15 +261,16 @@ class Lookups:
         self._waiting.pop(request.req_id, None)
         self._queue.pop(request.req_id, None)
 
-    def end_step(self, scheduled: Iterable[str]) -> None:
+    def end_step(self, scheduled: Iterable[Request]) -> None:
         """Once a step: take back pins that nobody will use.
 
         Args:
             scheduled: requests that run from now on; those that have pins left load nothing.
         """
-        for req_id in scheduled:
-            if req_id in self._waiting:
-                self.release(self._waiting[req_id])
+        for request in scheduled:
+            request.has_run = True
+            if request.req_id in self._waiting:
+                self.release(request)
         if self._queue:
             head = self._waiting[next(iter(self._queue))]
             if head.step == self._step and head.starved_step != self._step and not head.cutting:

@@ -137,7 +137,7 @@ class KVDiskManager(OffloadingManager):
         if self._lookups is None:
             return
         # Who was scheduled without `prepare_load` loads nothing.
-        self._lookups.end_step(context.new_req_ids)
+        self._lookups.end_step([self._requests[r] for r in context.new_req_ids if r in self._requests])
         if self._quarantine:
             self._leave_quarantine()
         self._pump()

@@ -28,6 +28,7 @@ class Request:
         pinned_units: by group id.
         step: of the last lookup. cutting: this step's scan is being cut short. scanned: group -> position of its first
             key in this step, while cutting.
+        has_run: it was scheduled before. held_back: its last scan was ended for that.
         starved_step: step of the last lookup that found no slot. units_wanted: of that slot. gave_up: it has waited
             for slots long enough, what it finds no slot for is a miss.
         cut: stores end before this position; None: nothing was refused yet. refusals: in a row.
@@ -43,6 +44,8 @@ class Request:
         "cutting",
         "from_disk",
         "gave_up",
+        "has_run",
+        "held_back",
         "pinned_units",
         "pins",
         "refusals",
@@ -64,6 +67,8 @@ class Request:
         self.step = -1
         self.cutting = False
         self.scanned: dict[int, int] = {}
+        self.has_run = False
+        self.held_back = False
         self.starved_step = -1
         self.units_wanted = 0
         self.gave_up = False

@@ -183,6 +183,23 @@ def test_a_reset_that_keeps_the_disk_gives_up_what_was_under_way(engine: Engine)
     assert all(owner.pins == 0 for owner in harness.manager._service.store.arena.owners())
 
 
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_running_requests_survive_a_reset_of_the_gpu_cache(engine: Engine, reset_connector: bool) -> None:
+    """Their chunks are hits still: vLLM 0.32 asserts if they are loaded in the step that reports the preemption."""
+    harness = engine(FULL_AND_WINDOW, {"reset_keeps_disk": True})
+    harness.serve([prompt(10)])
+    requests = [harness.add(prompt(10), max_tokens=40), harness.add(prompt(6, 1), max_tokens=40)]
+    for _ in range(12):
+        harness.step()
+    assert {request.status.name for request in requests} == {"RUNNING"}
+    assert harness.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=reset_connector)
+    for pages in harness.pages.values():
+        pages[:] = POISON
+    outcomes = harness.run(requests)
+    assert [outcome.pages_wrong for outcome in outcomes] == [0, 0]
+    assert harness.manager.counters["chunks_loaded"] >= 8
+
+
 def test_resets_before_the_first_request_and_in_a_row_are_harmless(engine: Engine) -> None:
     harness = engine(FULL)
     reset(harness)
