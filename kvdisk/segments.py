@@ -49,6 +49,7 @@ class Segment:
     payload_bytes: int = 0  # live bytes ever written into this use of the file
     readers: int = 0
     writers: int = 0
+    late: int = 0  # of both: those that missed their deadline, and may never end
     last_used: int = 0
     closing: bool = False  # no further packs; sealed when the last writer is done
     on_disk: int | None = None  # sequence of the use that a recovery would find here
@@ -64,6 +65,11 @@ class Segment:
     def idle(self) -> bool:
         """No I/O in flight that could touch it."""
         return self.readers == 0 and self.writers == 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether I/O is in flight that ends by its deadline."""
+        return self.readers + self.writers > self.late
 
     def room(self, pack_raw_bytes: int) -> int:
         """Bytes a pack may take here if its unpadded header has `pack_raw_bytes`."""

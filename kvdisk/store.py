@@ -376,9 +376,11 @@ class Store:
 
     def _read_done(self, completion: Completion) -> None:
         command, residents = self._reads[completion.id]
+        segment, count = self.table[command.file.number], len(residents)
+        segment.late += count if completion.late else -count if completion.settled else 0
         if not completion.late:
             del self._reads[completion.id]
-            self.table[command.file.number].readers -= len(residents)
+            segment.readers -= count
         if completion.settled:
             for resident in residents:
                 resident.state = State.CLEAN

@@ -228,7 +228,7 @@ class Writer:
         root = self.table.roots[segment.file.root]
         if not completion.late:
             del self._opening[completion.id]
-            segment.writers -= 1
+        self._writer_left(segment, completion)
         if completion.settled:
             _empty(segment)
             return
@@ -330,12 +330,12 @@ class Writer:
         return None
 
     def _can_hope(self, now: float) -> bool:
-        """Whether some root will take packs soon."""
-        for root in self.table.roots:
-            waits = root.current is not None or any(not s.idle for s in root.segments)
-            if now >= root.broken_until and waits:
-                return True
-        return False
+        """Whether some root will take packs soon: it has a segment for them, or one may become idle. What is late is
+        no hope, it may hang for ever."""
+        return any(
+            now >= root.broken_until and (root.current is not None or any(s.moves for s in root.segments))
+            for root in self.table.roots
+        )
 
     def _give_up(self) -> None:
         """No root takes writes: what waits stays in memory only, so that its slots can be used again."""
@@ -403,7 +403,7 @@ class Writer:
                 self._pack_failed(residents, segment, root, completion, now)
         if not completion.late:
             del self._packs[completion.id]
-            self._writer_left(segment)
+        self._writer_left(segment, completion)
         if completion.settled:
             for resident in residents:
                 resident.pins -= 1
@@ -477,7 +477,12 @@ class Writer:
         if root.failures >= FAILURES_MAX:
             root.broken_until = now + PROBE_INTERVAL_S
 
-    def _writer_left(self, segment: Segment) -> None:
+    def _writer_left(self, segment: Segment, completion: Completion) -> None:
+        """A write ended, or is late: then it may still land."""
+        if completion.late:
+            segment.late += 1
+            return
+        segment.late -= completion.settled
         segment.writers -= 1
         if segment.closing:
             self.close_segment(segment)
@@ -502,8 +507,9 @@ class Writer:
     def _seal_done(self, completion: Completion) -> None:
         """A footer that could not be written costs recovery a scan, nothing else."""
         self.stats.writes_failed += int(completion.error != 0)
+        self._writer_left(self._sealing[completion.id], completion)
         if not completion.late:
-            self._sealing.pop(completion.id).writers -= 1
+            del self._sealing[completion.id]
 
 
 def _empty(segment: Segment) -> None:

@@ -351,6 +351,53 @@ def test_a_late_opening_is_not_waited_for_and_its_file_is_used_when_it_settles()
     assert any(c.file == opening.file for c in b.seen[1:] if isinstance(c, OpenSegment))
 
 
+@pytest.mark.parametrize("hangs", [(OpenSegment,), (WritePack,), (WritePack, SealSegment), (SealSegment,)], ids=repr)
+def test_a_disk_that_hangs_for_ever_is_given_up_and_nobody_waits_for_it(hangs: tuple[type, ...]) -> None:
+    b = bench(segments_max=(3,), unit_count=1024)
+    hung: list[Command] = []
+    for n in range(60):
+        assert b.put(b"%d" % n, 8) is not None
+        b.take()
+        while b.out:
+            command = b.out[0]
+            if isinstance(command, hangs):
+                b.now += 30
+                b.late(command)
+                hung.append(command)
+                b.out.remove(command)
+            else:
+                b.answer(command)
+            b.take()
+        assert not b.store.busy, n
+        assert b.store.presence(b"%d" % n) is Presence.READY
+    assert len(hung) >= 3, "as many as there are segments"
+    for command in hung:
+        b.out.append(command)
+        b.settle(command)
+    b.now += 2 * PROBE_INTERVAL_S
+    b.put(b"well again")
+    b.run()
+    assert b.on_disk(b"well again")
+
+
+def test_a_read_that_hangs_in_the_only_segment_left_is_no_hope_for_writes() -> None:
+    b = bench(segments_max=(3,), unit_count=256)
+    for n in range(18):
+        b.put(b"%d" % n, 8)
+        b.run()
+    on_disk = [b"%d" % n for n in range(18) if b.on_disk(b"%d" % n)]
+    evict_residents(b, on_disk)
+    for key in on_disk:
+        assert b.store.promote(key) is not None
+    for command in b.take():
+        b.late(command)
+        b.out.remove(command)
+    for n in range(30):
+        b.put(b"new%d" % n)
+        b.run()
+        assert not b.store.busy
+
+
 # ---- reset
 
 
