@@ -5,7 +5,7 @@ from typing import Any
 
 
 def connector(root_dir: Path | str, **extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` of a small cache in `root_dir`, which is made; `extra` adds to or replaces the spec's keys."""
+    """`kv_transfer_config` of a small cache in `root_dir`, which is made; `extra` adds or replaces keys of the spec."""
     Path(root_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     return {
         "kv_connector": "OffloadingConnector",
