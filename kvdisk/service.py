@@ -228,6 +228,12 @@ class Service:
     # ---- at work
 
     @property
+    def engine(self) -> Engine:
+        """The engine, which stays this store's: for measurements that want it buffered."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
     def engine_info(self) -> EngineInfo:
         """What the engine is."""
         assert self._engine is not None

@@ -6,6 +6,7 @@ import click
 
 # Name -> (module, its click command).
 COMMANDS = {
+    "bench": ("kvdisk.cli.bench", "bench"),
     "demo": ("kvdisk.cli.demo", "demo"),
 }
 
