@@ -23,13 +23,23 @@ import json
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
 from kvdisk import layout
+from kvdisk.epoch import read_epoch, write_epoch
 from kvdisk.errors import DirectoryInUseError
+from kvdisk.private_files import (
+    allocated_bytes,
+    create_new,
+    entries,
+    is_locked,
+    lock,
+    make_private_directory,
+    modified,
+    rewrite,
+)
 from kvdisk.units import format_size
 
 LEDGER = "kvdisk.ledger"
@@ -84,7 +94,7 @@ class Directory:
         assert _NAMESPACE.fullmatch(claim.namespace) and all(_INSTANCE.fullmatch(name) for name in claim.instances)
         self._lock: IO[str] | None = None
         with self._ledger() as ledger:
-            _make_private_directory(self.namespace_path)
+            make_private_directory(self.namespace_path)
             self.instance, self._lock = self._lock_instance()
             self.instance_path = os.path.join(self.namespace_path, self.instance)
             try:
@@ -149,52 +159,13 @@ class Directory:
             return self._used_bytes()
 
     def read_epoch(self) -> layout.EpochRecord | None:
-        """The namespace's epoch; None if a record of it is damaged: then nothing on disk may be served.
-
-        Also where the other record is whole. Whether the damaged one was the older or the newer nobody can tell, and a
-        record is only torn while an epoch is being written, that is, while everything older is being disowned.
-        """
-        try:
-            with open(self._epoch_path, "rb", opener=_no_follow) as file:
-                raw = file.read(2 * layout.ALIGNMENT_MIN)
-        except FileNotFoundError:
-            return layout.EpochRecord(0, 0)
-        slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
-        records = [layout.decode_epoch(slot) for slot in slots if slot]
-        known = [record for record in records if record is not None]
-        if not known or len(known) < len(records):
-            return None
-        return max(known, key=lambda record: (record.epoch, record.counter))
+        """The namespace's epoch, see `epoch.read_epoch`."""
+        return read_epoch(self._epoch_path)
 
     def write_epoch(self, epoch: int, *, after_reset: bool = True) -> None:
-        """Make `epoch` durable. In place and over the older record: it needs no space and survives a torn write.
-
-        A lower epoch never replaces a higher one, whoever writes it: instances of one namespace share the record.
-        """
+        """Make the namespace's epoch durable, see `epoch.write_epoch`. Instances share it: under the ledger's lock."""
         with self._ledger():
-            self._write_epoch(epoch, after_reset)
-
-    def _write_epoch(self, epoch: int, after_reset: bool) -> None:
-        fd = os.open(self._epoch_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            raw = os.pread(fd, 2 * layout.ALIGNMENT_MIN, 0)
-            slots = [raw[: layout.ALIGNMENT_MIN], raw[layout.ALIGNMENT_MIN :]]
-            records = [layout.decode_epoch(slot) for slot in slots]
-            damaged = [slot for slot in (0, 1) if slots[slot] and records[slot] is None]
-            known = max((r for r in records if r), key=lambda r: (r.epoch, r.counter), default=None)
-            if known is not None and not damaged:
-                new = epoch > known.epoch or (epoch == known.epoch and after_reset and not known.after_reset)
-                if not new:
-                    return
-            counters = [record.counter if record else -1 for record in records]
-            record_bytes = layout.encode_epoch(layout.EpochRecord(epoch, max(counters) + 1, after_reset))
-            for slot in damaged or [counters.index(min(counters))]:
-                written = os.pwrite(fd, record_bytes, slot * layout.ALIGNMENT_MIN)
-                if written != len(record_bytes):
-                    raise OSError(errno.EIO, f"{self._epoch_path}: {written} of {len(record_bytes)} bytes written")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            write_epoch(self._epoch_path, epoch, after_reset)
 
     def close(self, *, clean: bool = True) -> None:
         """Give back grant and lock; files stay. Idempotent, and never waits long: somebody may hang with the ledger.
@@ -212,7 +183,7 @@ class Directory:
         lock, self._lock = self._lock, None
         assert lock is not None
         if clean:
-            _rewrite(lock, _CLOSED)
+            rewrite(lock, _CLOSED)
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold a duplicate, which closing does not unlock
         lock.close()
 
@@ -231,14 +202,14 @@ class Directory:
         path = os.path.join(self._claim.path, LEDGER)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "r+", encoding="utf-8", errors="replace") as file:
-            _lock(fd, wait_s)
+            lock(fd, wait_s)
             try:
                 before = file.read(1 << 20)
                 grants = _parse_grants(before)
                 yield grants
                 after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
                 if after != before:
-                    _rewrite(file, after)
+                    rewrite(file, after)
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # see _unlock
 
@@ -265,13 +236,13 @@ class Directory:
         namespace, _, instance = grant_name.partition("/")
         if not _NAMESPACE.fullmatch(namespace) or not _INSTANCE.fullmatch(instance):
             return False
-        return _is_locked(os.path.join(self._claim.path, namespace, instance, "lock"))
+        return is_locked(os.path.join(self._claim.path, namespace, instance, "lock"))
 
     def _lock_instance(self) -> tuple[str, IO[str]]:
         owners = []
         for name in self._claim.instances:
             path = os.path.join(self.namespace_path, name)
-            _make_private_directory(path)
+            make_private_directory(path)
             fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             file = os.fdopen(fd, "r+", encoding="utf-8", errors="replace")
             try:
@@ -281,23 +252,23 @@ class Directory:
                 file.close()
                 continue
             self.closed_cleanly = file.read(20) in ("", _CLOSED)
-            _rewrite(file, str(os.getpid()))
+            rewrite(file, str(os.getpid()))
             return name, file
         raise DirectoryInUseError(f"in use: {', '.join(owners)}; stop that process or name another root or namespace")
 
     def _describe(self) -> None:
         path = os.path.join(self.namespace_path, "namespace.json")
         if not os.path.lexists(path):
-            with open(path, "w", opener=_create_new) as file:
+            with open(path, "w", opener=create_new) as file:
                 json.dump(self._claim.identity, file, indent=1, sort_keys=True, default=str)
 
     # ---- bytes
 
     def _instances(self) -> Iterator[tuple[str, str]]:
         """(namespace path, instance path) of all of kvdisk's instances under the root."""
-        for namespace in _entries(self._claim.path):
+        for namespace in entries(self._claim.path):
             if _NAMESPACE.fullmatch(namespace.name) and namespace.is_dir(follow_symlinks=False):
-                for instance in _entries(namespace.path):
+                for instance in entries(namespace.path):
                     if _INSTANCE.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
                         yield namespace.path, instance.path
 
@@ -306,21 +277,21 @@ class Directory:
         paths = {root, os.path.join(root, LEDGER)}
         for namespace, instance in self._instances():
             paths |= {namespace, os.path.join(namespace, "namespace.json"), os.path.join(namespace, "epoch"), instance}
-            names = ["lock"] if instance == skip_segments_of else [entry.name for entry in _entries(instance)]
+            names = ["lock"] if instance == skip_segments_of else [entry.name for entry in entries(instance)]
             paths |= {os.path.join(instance, name) for name in names if _OURS_IN_INSTANCE.fullmatch(name)}
-        return sum(_allocated_bytes(path) for path in paths)
+        return sum(allocated_bytes(path) for path in paths)
 
     def _remove_dead(self, wanted_bytes: int) -> int:
         """Remove segments of instances that no live process owns, oldest first; bytes freed."""
         dead = []
         for _, instance in self._instances():
-            if instance != self.instance_path and not _is_locked(os.path.join(instance, "lock")):
-                dead += [entry for entry in _entries(instance) if _SEGMENT.fullmatch(entry.name)]
+            if instance != self.instance_path and not is_locked(os.path.join(instance, "lock")):
+                dead += [entry for entry in entries(instance) if _SEGMENT.fullmatch(entry.name)]
         freed = 0
-        for entry in sorted(dead, key=lambda e: _modified(e.path)):
+        for entry in sorted(dead, key=lambda e: modified(e.path)):
             if freed >= wanted_bytes:
                 break
-            size = _allocated_bytes(entry.path)
+            size = allocated_bytes(entry.path)
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
                 freed += size
@@ -392,90 +363,3 @@ def _parse_grants(raw: str) -> dict[str, Any]:
         if isinstance(grant, dict)
         and all(isinstance(grant.get(field), int) and grant[field] >= 0 for field in ("bytes", "pid"))
     }
-
-
-def _make_private_directory(path: str) -> None:
-    """`path` as a 0700 directory of ours; an existing one must be that already (a link is not).
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)  # whatever the umask
-    except FileExistsError:
-        info = os.lstat(path)
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-            raise ValueError(f"{path} is not a directory of uid {os.geteuid()}; remove it") from None
-        if info.st_mode & 0o077:
-            os.chmod(path, 0o700)
-
-
-def _is_locked(path: str) -> bool:
-    """Whether a live process holds the flock on `path`."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except OSError:
-        return []
-
-
-def _allocated_bytes(path: str) -> int:
-    """By st_blocks; a segment counts whole even where it could not be preallocated, for it will be filled."""
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return 0
-    return max(info.st_blocks * 512, info.st_size if path.endswith(".seg") else 0)
-
-
-def _lock(fd: int, wait_s: float | None) -> None:
-    """flock `fd`, for ever or until TimeoutError."""
-    if wait_s is None:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "the ledger is locked") from None
-            time.sleep(0.01)
-
-
-def _rewrite(file: IO[str], text: str) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(text)
-    file.flush()
-
-
-def _modified(path: str) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _create_new(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

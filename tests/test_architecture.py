@@ -30,6 +30,8 @@ LAYERS = {
     "kvdisk.calls": 2,
     "kvdisk.files_cache": 2,
     "kvdisk.directory": 2,
+    "kvdisk.epoch": 2,
+    "kvdisk.private_files": 2,
     "kvdisk.commands": 2,
     "kvdisk.segments": 2,
     "kvdisk.resident": 2,

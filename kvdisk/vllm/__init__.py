@@ -9,7 +9,7 @@ from typing import Any
 
 SUPPORTED = ((0, 32), (0, 33))
 
-__all__ = ["KVDiskOffloadingSpec"]  # noqa: F822 - by __getattr__
+__all__ = ["KVDiskOffloadingSpec"]
 
 
 def __getattr__(name: str) -> Any:
