@@ -9,7 +9,7 @@ Invariants:
 Pure: decides, touches no file.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -162,19 +162,13 @@ class SegmentTable:
         segment = self._by_index.get(use.number)
         return segment is not None and segment.on_disk == use.sequence
 
-    def holds_older(self, segment: Segment, uses: Iterable[SegmentUse]) -> bool:
-        """Whether `segment` must be recycled before one of `uses`: then these must not have to go before it, too."""
-        queue, seen = list(uses), set[SegmentUse]()
-        while queue:
-            use = queue.pop()
-            if use in seen or not self.is_on_disk(use):
-                continue
-            seen.add(use)
-            older = self._by_index[use.number].older
-            if segment.use in older:
-                return True
-            queue += older
-        return False
+    def may_replace(self, segment: Segment, use: SegmentUse | None) -> bool:
+        """Whether newer versions of what lies in `use` may be written to `segment`.
+
+        Only from a higher sequence to a lower one may one segment have to wait for another's recycling: then no two
+        can wait for each other, over however many others.
+        """
+        return use is None or use.sequence <= segment.use.sequence or not self.is_on_disk(use)
 
     def _oldest_version(self, segment: Segment) -> Segment:
         """`segment`, or the one that must go before it because it holds older versions of its keys."""

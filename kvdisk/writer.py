@@ -141,10 +141,11 @@ class Writer:
         if self._dirty:
             for root in self.table.roots:
                 self._prepare(root, now)
-            while self._dirty and (ready := self._root_for_pack(now)) is not None:
-                self._issue_pack(ready)
-                self._prepare(ready, now)
-            if self._dirty and not self._can_hope(now):
+            while self._dirty and (pack := self._next_pack(now)) is not None:
+                root, batch = pack
+                self._issue_pack(root, batch)
+                self._prepare(root, now)
+            if self._dirty and not any(self._is_hopeful(root, now) for root in self.table.roots):
                 self._give_up()
         out, self._out = self._out, []
         return out
@@ -302,40 +303,39 @@ class Writer:
 
     # ---- packs
 
-    def _root_for_pack(self, now: float) -> Root | None:
-        """The root for the next pack: open, not broken, fewest bytes in flight.
-
-        And not one where new versions of keys would lie beside what is older than their old ones: then neither of the
-        two segments could be recycled first.
-        """
+    def _next_pack(self, now: float) -> tuple[Root, list[Resident]] | None:
+        """The chunks of the next pack and their root: one that takes a pack now, fewest bytes in flight first."""
         ready = [
-            root
-            for root in self.table.roots
+            (root, root.current)
+            for root in sorted(self.table.roots, key=lambda root: root.inflight_bytes)
             if root.current is not None
             and root.current.state is SegmentState.OPEN
             and root.current.writers < PACKS_INFLIGHT
             and now >= root.broken_until
         ]
-        ready.sort(key=lambda root: root.inflight_bytes)
-        uses = [r.replaces for r in self._next_batch() if r.replaces is not None] if ready else []
-        if not uses:
-            return ready[0] if ready else None
-        for root in ready:
-            assert root.current is not None
-            if not self.table.holds_older(root.current, uses):
-                return root
-        for root in ready[:1]:
+        for root, segment in ready:
+            batch = self._next_batch(segment)
+            if batch:
+                return root, batch
+        if ready and not self._will_take(next(iter(self._dirty)), now):
+            # The segment with the version it replaces is newer than all that are open. One opened now is newer still.
+            root, _ = max(ready, key=lambda one: one[1].tail)
             self._retire_current(root)
             self._prepare(root, now)
         return None
 
-    def _can_hope(self, now: float) -> bool:
-        """Whether some root will take packs soon: it has a segment for them, or one may become idle. What is late is
-        no hope, it may hang for ever."""
+    def _will_take(self, resident: Resident, now: float) -> bool:
+        """Whether some root has a segment in which `resident` may lie, or will open one."""
         return any(
-            now >= root.broken_until and (root.current is not None or any(s.moves for s in root.segments))
+            root.current is None or self.table.may_replace(root.current, resident.replaces)
             for root in self.table.roots
+            if self._is_hopeful(root, now)
         )
+
+    def _is_hopeful(self, root: Root, now: float) -> bool:
+        """Whether the root takes packs now or soon: it has a segment for them, or one becomes idle. What is late is no
+        hope, it may hang for ever."""
+        return now >= root.broken_until and (root.current is not None or any(s.moves for s in root.segments))
 
     def _give_up(self) -> None:
         """No root takes writes: what waits stays in memory only, so that its slots can be used again."""
@@ -347,27 +347,31 @@ class Writer:
         self.stats.chunks_not_flushed += not resident.forgotten
         self._settle(resident)
 
-    def _next_batch(self) -> list[Resident]:
-        """The first dirty chunks, at most a pack's worth; they stay queued."""
+    def _next_batch(self, segment: Segment) -> list[Resident]:
+        """Of the first dirty chunks, at most a pack's worth, those that may lie in `segment`; they stay queued."""
         batch: list[Resident] = []
         size = 0
         for resident in islice(self._dirty, layout.ENTRY_COUNT_MAX):
             size += resident.stored_bytes
-            if batch and size > PACK_BYTES_MAX:
+            if size > max(PACK_BYTES_MAX, resident.stored_bytes):
                 break
-            batch.append(resident)
+            if resident.replaces is None or self.table.may_replace(segment, resident.replaces):
+                batch.append(resident)
         return batch
 
-    def _issue_pack(self, root: Root) -> None:
+    def _issue_pack(self, root: Root, batch: list[Resident]) -> None:
         segment = root.current
-        assert segment is not None and segment.header is not None
+        assert segment is not None
+        assert segment.header is not None
         alignment = self.config.alignment
-        sizes = [resident.stored_bytes for resident in self._next_batch()]
+        sizes = [resident.stored_bytes for resident in batch]
         count = pack_length(sizes, segment.room(0), alignment)
         if count == 0:
             self._retire_current(root)
             return
-        taken = [self._dirty.popitem(last=False)[0] for _ in range(count)]
+        taken = batch[:count]
+        for resident in taken:
+            del self._dirty[resident]
         chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
         sequence = self.next_pack_sequence
         self.next_pack_sequence += 1

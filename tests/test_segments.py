@@ -3,7 +3,7 @@
 from kvdisk import layout
 from kvdisk.commands import SegmentFile
 from kvdisk.layout import SegmentHeader
-from kvdisk.segments import Root, Segment, SegmentState, SegmentTable, SegmentUse
+from kvdisk.segments import Root, Segment, SegmentState, SegmentTable
 
 ALIGNMENT = 4096
 
@@ -86,17 +86,21 @@ def test_an_older_version_in_another_root_is_named_first() -> None:
     assert victim(made) == 3
 
 
-def test_who_would_have_to_go_before_itself_is_found_also_through_others() -> None:
-    made = table(4)
+def test_segments_wait_for_older_ones_only_so_never_for_each_other() -> None:
+    made = table(3)
+    older, middle, newer = (made[n] for n in range(3))
+    assert made.may_replace(newer, older.use)
+    assert made.may_replace(middle, middle.use), "the later pack in it is the newer"
+    assert not made.may_replace(older, newer.use)
+    assert made.may_replace(older, None)
+    newer.on_disk = 999  # recycled since
+    assert made.may_replace(older, newer.use), "what is off the disk comes back nowhere"
+
+
+def test_a_loop_found_on_a_disk_ends_all_the_same() -> None:
+    made = table(2)
+    made[0].older.add(made[1].use)
     made[1].older.add(made[0].use)
-    made[2].older.add(made[1].use)
-    assert made.holds_older(made[0], [made[2].use])
-    assert made.holds_older(made[1], [made[2].use])
-    assert not made.holds_older(made[2], [made[2].use])
-    assert not made.holds_older(made[3], [made[2].use])
-    assert not made.holds_older(made[0], [SegmentUse(2, 7)]), "a use that is over"
-    made[0].older.add(made[2].use)  # a loop ends all the same
-    assert made.holds_older(made[0], [made[2].use])
     assert victim(made) is not None
 
 

@@ -640,6 +640,51 @@ def test_overwritten_keys_never_come_back_at_a_recovery(segments_max: tuple[int,
     assert b.store.writer.stats.segments_recycled > 2
 
 
+def two_roots_with(b: Bench, key: bytes) -> None:
+    """Root 0 has the older open segment; `key` is in root 1's, which has as many packs on the way as it takes."""
+    b.put(b"first")
+    for command in b.take():
+        b.answer(command)
+    b.take()
+    b.put(key)
+    b.run()
+    assert b.store.table[b.store.index.segment_of(key) or 0].file.root == 1
+    for name, units in ((b"large", 8), (b"small", 1), (b"too", 1)):
+        b.put(name, units)
+        b.take()
+    assert [pack.file.root for pack in packs(b.out)] == [0, 1, 1]
+
+
+def test_a_new_version_waits_for_its_busy_root_and_others_pass_it() -> None:
+    b = bench(segments_max=(4, 4))
+    two_roots_with(b, b"k")
+    b.put(b"k", position=2)
+    b.put(b"other")
+    (pack,) = b.take()
+    assert isinstance(pack, WritePack)
+    assert (pack.file.root, [chunk.key for chunk in pack.chunks]) == (0, [b"other"])
+    b.answer(next(pack for pack in packs(b.out) if pack.file.root == 1))
+    (pack,) = b.take()
+    assert isinstance(pack, WritePack)
+    assert (pack.file.root, [chunk.key for chunk in pack.chunks]) == (1, [b"k"])
+    b.run()
+    assert not any(isinstance(command, SealSegment) for command in b.seen), "nothing was closed before it was full"
+    assert all(not segment.older for segment in b.store.table)
+
+
+def test_a_new_version_goes_to_a_newer_segment_elsewhere_if_its_root_is_broken() -> None:
+    b = bench(segments_max=(4, 4))
+    two_roots_with(b, b"k")
+    b.store.table.roots[1].broken_until = 100.0
+    b.put(b"k", position=2)
+    b.run()
+    newest = b.store.table[b.store.index.segment_of(b"k") or 0]
+    assert newest.file.root == 0
+    (older,) = newest.older
+    assert older.sequence < newest.use.sequence
+    assert b.store.table[older.number].file.root == 1
+
+
 # ---- recovery
 
 
