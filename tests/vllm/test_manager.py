@@ -153,9 +153,10 @@ def test_waiting_requests_that_hold_all_slots_do_not_block_each_other(engine: En
     desk = Desk(engine(FULL))
     requests = [desk.request(prompt(40, seed)) for seed in range(3)]
     for request in requests:
-        desk.put(request, desk.keys(request)[19:])
-    for request in requests:  # 19 chunks of each are in memory, together 57: all that may be held
         desk.put(request, desk.keys(request)[:19], in_memory=True)
+    assert [desk.ask(request) for request in requests] == [19 * CHUNK] * 3  # 57 slots: all that may be held
+    for request in requests:
+        desk.put(request, desk.keys(request)[19:])
     clock = Clock()
     desk.manager._lookups._clock = clock
     for _ in range(100):

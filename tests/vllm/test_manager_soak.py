@@ -1,5 +1,6 @@
 """Everything at once, at random: shared prefixes, aborts, resets, preemption, lost slots. A failure is a seed."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +45,9 @@ class Soak:
         elif dice < 0.36 and self.running:
             victim = rng.choice(self.running)
             harness.scheduler.finish_requests([victim.request_id], RequestStatus.FINISHED_ABORTED)
-        elif dice < 0.38 and not any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.running):
-            harness.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=rng.random() < 0.5)
+        elif dice < 0.38:
+            with contextlib.suppress(RuntimeError):  # vLLM refuses it while requests load
+                harness.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=rng.random() < 0.5)
         elif dice < 0.45 and harness.manager._service is not None:
             harness.manager._service.store.drop_slots()
         elif dice < 0.5 and harness.manager._service is not None:
@@ -79,5 +81,9 @@ def test_whatever_happens_every_page_is_right_and_the_engine_comes_to_rest(
     assert (manager._requests, manager._lookups.held_units, manager._loading, manager._storing) == ({}, 0, {}, {})
     manager._service.drain(5)
     assert {(owner.state, owner.pins) for owner in store.arena.owners()} <= {(State.CLEAN, 0)}
-    assert store.counters["chunks_promoted"] > 0
     assert store._unflushed_units == 0
+    for _ in range(2):
+        (outcome,) = soak.harness.serve(soak.forest[:1])
+        soak.harness.drop_gpu_cache()
+        store.drop_slots()
+    assert outcome.pages_wrong == 0 < outcome.cached_tokens
