@@ -95,7 +95,8 @@ class Completion:
 
     error: 0, or the errno that ended it. late: the deadline passed, buffers are still in use. settled: they are free
     now; the command's own completion came before. verified: one bool an item of ReadChunks; True only where the bytes
-    arrived and matched. pack_header: of WritePack, the unpadded header as written. checksums: of its chunks.
+    arrived and matched. errors: one errno an item, 0 where it was read, matching or not; empty if all shared one read
+    and `error`. pack_header: of WritePack, the unpadded header as written. checksums: of its chunks.
     """
 
     id: int

@@ -386,20 +386,21 @@ class Store:
                 resident.state = State.CLEAN
                 self._settle(resident)
             return
-        verified = completion.verified if completion.error == 0 else [False] * len(residents)
+        verified = completion.verified if completion.error == 0 else [False] * count
+        errors = completion.errors or [completion.error] * count
         self.counters["chunks_promoted"] += sum(verified)
-        for resident, item, good in zip(residents, command.items, verified, strict=True):
+        for resident, item, good, error in zip(residents, command.items, verified, errors, strict=True):
             if good:
                 self.counters["bytes_promoted"] += resident.live_bytes
             else:
-                self._read_failed(resident, item, command.file, completion)
+                why = "chunks_late" if completion.late else "reads_failed" if error else "chunks_damaged"
+                self.counters[why] += 1
+                self._read_failed(resident, item, command.file)
             if not completion.late:
                 resident.state = State.CLEAN
                 self._settle(resident)
 
-    def _read_failed(self, resident: Resident, item: ReadItem, file: SegmentFile, completion: Completion) -> None:
-        reason = "chunks_late" if completion.late else "chunks_damaged" if completion.error == 0 else "reads_failed"
-        self.counters[reason] += 1
+    def _read_failed(self, resident: Resident, item: ReadItem, file: SegmentFile) -> None:
         extent = self.index.get(resident.key)
         if extent is not None and (extent.segment, extent.offset) == (file.number, item.offset):
             self._replaced[resident.key] = self.table[file.number].use

@@ -480,6 +480,27 @@ def test_a_bad_chunk_among_good_ones_is_the_only_miss() -> None:
     assert b.store.counters["chunks_damaged"] == 1
 
 
+def test_chunks_that_could_not_be_read_are_not_counted_as_damaged() -> None:
+    b = bench()
+    keys = [b"%d" % n for n in range(4)]
+    for key in keys:
+        b.put(key)
+    b.run()
+    evict_residents(b, keys)
+    for key in keys[:3]:
+        b.store.promote(key)
+    (read,) = b.take()
+    completion = Completion(read.id, verified=[True, False, False], errors=[0, errno.EIO, 0])
+    b.out.remove(read)
+    b.store.complete(completion, b.now)
+    assert [b.store.presence(key) is Presence.READY for key in keys[:3]] == [True, False, False]
+    counts = b.store.counters
+    assert (counts["chunks_promoted"], counts["reads_failed"], counts["chunks_damaged"]) == (1, 1, 1)
+    b.store.promote(keys[3])
+    b.answer(b.take()[0], errno.EIO)
+    assert (counts["reads_failed"], counts["chunks_damaged"]) == (2, 1)
+
+
 def test_a_failed_read_takes_what_depends_on_it_along() -> None:
     b = bench()
     for n in range(4):
