@@ -30,9 +30,11 @@ from kvdisk.writer import Writer, WriterConfig
 SEGMENTS_MIN = 3
 """Segments a root needs: one being filled, one to read from, one to recycle."""
 
-
 EPOCH_RETRY_S = 5.0
 """Between attempts to make a reset durable on a disk that fails."""
+
+REPLACED_MIN = 4096
+"""Fewer remembered places of old bytes are not worth a pass over them."""
 
 
 class Presence(Enum):
@@ -91,6 +93,7 @@ class Store:
         self._late: set[int] = set()  # commands of all kinds that were late and have not settled
         self._out: list[Command] = []
         self._replaced: dict[bytes, SegmentUse] = {}  # keys that are not known any more -> where old bytes may lie
+        self._replaced_max = REPLACED_MIN
         self._unflushed_units = 0  # of slots that were stored and not flushed yet
         self._no_run_of = config.unit_count + 1  # smallest size the arena could not place since anything changed
         self.writer = Writer(
@@ -178,7 +181,7 @@ class Store:
         """What a FILLING slot will hold is nobody's any more: its key is free again, its slot only after `abandon`."""
         assert resident.state is State.FILLING
         if resident.replaces is not None and not resident.forgotten:
-            self._replaced[resident.key] = resident.replaces
+            self._remember(resident.key, resident.replaces)
         self._forget(resident)
 
     def replace(self, key: bytes) -> bool:
@@ -196,7 +199,7 @@ class Store:
             older = older or resident.replaces
             self._forget(resident)
         if older is not None:
-            self._replaced[key] = older
+            self._remember(key, older)
         if number is not None:
             self.index.drop_only(key)
             self._dropped([key])
@@ -403,7 +406,7 @@ class Store:
     def _read_failed(self, resident: Resident, item: ReadItem, file: SegmentFile) -> None:
         extent = self.index.get(resident.key)
         if extent is not None and (extent.segment, extent.offset) == (file.number, item.offset):
-            self._replaced[resident.key] = self.table[file.number].use
+            self._remember(resident.key, self.table[file.number].use)
             self._dropped(self.index.drop(resident.key))
         self._forget(resident)
 
@@ -449,7 +452,15 @@ class Store:
         if resident.key not in self.index:
             self._dropped(self.index.drop_waiting(resident.key))
             if resident.replaces is not None:
-                self._replaced[resident.key] = resident.replaces
+                self._remember(resident.key, resident.replaces)
+
+    def _remember(self, key: bytes, use: SegmentUse) -> None:
+        """Where bytes of `key` lie that newer ones will replace. What was recycled since is dropped now and then, so
+        that there are at most twice as many as there are such chunks on disk."""
+        self._replaced[key] = use
+        if len(self._replaced) >= self._replaced_max:
+            self._replaced = {key: use for key, use in self._replaced.items() if self.table.is_on_disk(use)}
+            self._replaced_max = max(REPLACED_MIN, 2 * len(self._replaced))
 
     def _forget(self, resident: Resident) -> None:
         """No longer a hit for anyone; the slot goes when nobody uses it."""

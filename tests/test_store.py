@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvdisk import layout
+from kvdisk import layout, store
 from kvdisk.commands import (
     Command,
     Completion,
@@ -704,6 +704,19 @@ def test_a_new_version_goes_to_a_newer_segment_elsewhere_if_its_root_is_broken()
     (older,) = newest.older
     assert older.sequence < newest.use.sequence
     assert b.store.table[older.number].file.root == 1
+
+
+def test_places_of_old_bytes_are_forgotten_once_their_segments_were_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes no packs: each of them may have landed, so each segment holds what may come back."""
+    monkeypatch.setattr(store, "REPLACED_MIN", 8)
+    b = bench(segments_max=(3,), unit_count=32)
+    for n in range(400):
+        b.put(b"%d" % n, 2)
+        b.run(errno.EIO, (WritePack,))
+        b.now += PROBE_INTERVAL_S
+    known = b.store._replaced
+    assert len(known) <= max(8, 2 * sum(b.store.table.is_on_disk(use) for use in known.values()) + 1)
+    assert len(known) < 50
 
 
 # ---- recovery
