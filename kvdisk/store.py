@@ -10,9 +10,9 @@ A chunk is in a slot (a resident), on disk (in the index), or both. What must ho
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from itertools import count
 from random import Random
@@ -32,6 +32,11 @@ SEGMENTS_MIN = 3
 
 EPOCH_RETRY_S = 5.0
 """Between attempts to make a reset durable on a disk that fails."""
+
+READ_BYTES_OUT_MAX = 256 << 20
+"""Bytes of a root's reads that the data plane has at a time. Their deadline runs from when it gets them, so it gets no
+more than a slow disk reads by then (9 MB/s for 30 s), and enough for a fast one until the owner pumps again, which may
+be a step of the scheduler away (7 GB/s for 35 ms)."""
 
 REPLACED_MIN = 4096
 """Fewer remembered places of old bytes are not worth a pass over them."""
@@ -67,6 +72,16 @@ class StoreConfig:
         return min(self.segment_bytes // 4, self.unit_count * UNIT_BYTES // 4, LIVE_BYTES_MAX)
 
 
+@dataclass(slots=True)
+class _Reads:
+    """The reads of one root, first come, first served."""
+
+    wanted: deque[tuple[Resident, Extent]] = field(default_factory=deque)  # no command was issued for them yet
+    out_bytes: int = 0  # of commands that are out and not late
+    ended: int = 0  # commands that did not miss their deadline
+    hangs: bool = False  # the last that was late saw none end: the disk does not read at all
+
+
 class Store:
     """See the module's docstring. Not thread-safe: one thread owns it."""
 
@@ -86,8 +101,8 @@ class Store:
         ids = count(1)
         self._new_id = ids.__next__
         self._residents: dict[bytes, Resident] = {}
-        self._wanted: list[tuple[Resident, Extent]] = []
-        self._reads: dict[int, tuple[ReadChunks, list[Resident]]] = {}
+        self._roots = [_Reads() for _ in config.segments_max]
+        self._reads: dict[int, tuple[ReadChunks, list[Resident], int]] = {}  # with `ended` when it was issued
         self._epochs: dict[int, int] = {}
         self._epoch_retry_at = math.inf
         self._late: set[int] = set()  # commands of all kinds that were late and have not settled
@@ -215,8 +230,9 @@ class Store:
         parts = self.parts_of(extent.group, extent.live_bytes)
         resident = self._place(Resident(key, extent.group, parts, position, parent, State.LOADING))
         if resident is not None:
-            self._wanted.append((resident, extent))
-            self.table[extent.segment].readers += 1
+            segment = self.table[extent.segment]
+            self._roots[segment.file.root].wanted.append((resident, extent))
+            segment.readers += 1
             self.table.touch(extent.segment)
         return resident
 
@@ -236,8 +252,9 @@ class Store:
         """What the data plane is to do next, reads first."""
         if now >= self._epoch_retry_at:
             self._write_epoch()
-        if self._wanted:
-            self._issue_reads()
+        for root in self._roots:
+            if root.wanted:
+                self._issue_reads(root)
         out, self._out = self._out, []
         return out + self.writer.pump(now)
 
@@ -262,7 +279,8 @@ class Store:
         What is late has failed already and may hang for ever, so nobody needs to wait for it.
         """
         late = sum(1 for one in self._late if one in self._reads or one in self._epochs)
-        return bool(self._wanted) or len(self._reads) + len(self._epochs) > late or self.writer.busy
+        wanted = any(root.wanted for root in self._roots)
+        return wanted or len(self._reads) + len(self._epochs) > late or self.writer.busy
 
     def drop_slots(self) -> None:
         """Give up every slot that can be: what is on disk stays there. For measurements and tests."""
@@ -283,6 +301,12 @@ class Store:
         self.writer.reset(self.writer.epoch + 1)
         for resident in list(self._residents.values()):
             self._forget(resident)
+        for root in self._roots:
+            for resident, extent in root.wanted:
+                self.table[extent.segment].readers -= 1
+                resident.state = State.CLEAN
+                self._settle(resident)
+            root.wanted.clear()
         self._dropped(list(self.index))
         self.index.clear()
         self._replaced.clear()
@@ -363,25 +387,33 @@ class Store:
 
     # ---- reads
 
-    def _issue_reads(self) -> None:
+    def _issue_reads(self, root: _Reads) -> None:
+        """Hand over what was wanted first. Where the disk hangs that is all: it all waits in vain, but no longer."""
         wanted: list[Wanted] = []
         resident_at: dict[int, Resident] = {}  # by first unit
-        for resident, extent in self._wanted:
+        while root.wanted and (root.out_bytes < READ_BYTES_OUT_MAX or root.hangs):
+            resident, extent = root.wanted.popleft()
             unit = resident.run.start
             wanted.append(Wanted(extent.segment, ReadItem(extent.offset, resident.parts, extent.checksum, unit)))
             resident_at[unit] = resident
-        self._wanted.clear()
+            root.out_bytes += resident.stored_bytes
         for run in merge_reads(wanted, self.config.alignment):
             file = self.table[run[0].segment].file
             command = ReadChunks(self._new_id(), file, tuple(chunk.item for chunk in run))
-            self._reads[command.id] = (command, [resident_at[item.unit] for item in command.items])
+            self._reads[command.id] = (command, [resident_at[item.unit] for item in command.items], root.ended)
             self._out.append(command)
 
     def _read_done(self, completion: Completion) -> None:
-        command, residents = self._reads[completion.id]
-        segment, count = self.table[command.file.number], len(residents)
+        command, residents, ended = self._reads[completion.id]
+        segment, count, root = self.table[command.file.number], len(residents), self._roots[command.file.root]
         segment.late += count if completion.late else -count if completion.settled else 0
-        if not completion.late:
+        if not completion.settled:
+            root.out_bytes -= sum(resident.stored_bytes for resident in residents)
+        if completion.late:
+            root.hangs = root.ended == ended
+        else:
+            root.ended += 1
+            root.hangs = False
             del self._reads[completion.id]
             segment.readers -= count
         if completion.settled:

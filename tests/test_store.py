@@ -513,6 +513,86 @@ def test_a_failed_read_takes_what_depends_on_it_along() -> None:
     assert [b.on_disk(b"%d" % n) for n in range(4)] == [True, False, False, False]
 
 
+def chunks_on_disk(b: Bench, count: int, units: int) -> list[bytes]:
+    """Chunks that are on disk, in that order, and in no slot."""
+    keys = [b"chunk%02d" % n for n in range(count)]
+    for key in keys:
+        assert b.put(key, units) is not None
+        b.run()
+    evict_residents(b, keys)
+    return keys
+
+
+def reads(commands: list[Command]) -> list[ReadChunks]:
+    return [command for command in commands if isinstance(command, ReadChunks)]
+
+
+def test_reads_go_out_first_come_first_served_and_no_more_than_a_slow_disk_can_read_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    b = bench(segments_max=(8,), unit_count=128)
+    keys = chunks_on_disk(b, 24, 4)[::-1]
+    slots = {key: b.store.promote(key) for key in keys}
+    came: list[bytes] = []
+    while b.take() or b.out:
+        out = [item.unit for read in reads(b.out) for item in read.items]
+        assert len(out) <= 4, "16 units"
+        first = [slots[key].run.start for key in keys if key not in came]  # type: ignore[union-attr]
+        assert sorted(out) == sorted(first[: len(out)])
+        b.answer(b.out[0])
+        came += [key for key in keys if key not in came and b.store.presence(key) is Presence.READY]
+    assert sorted(came) == sorted(keys)
+    assert not b.store.busy
+
+
+def test_a_slow_disk_costs_no_chunk_that_it_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    b = bench(segments_max=(8,), unit_count=128)
+    keys = chunks_on_disk(b, 24, 4)
+    for key in (*keys[::2], *keys[1::2]):  # no two are neighbours
+        b.store.promote(key)
+    assert len(b.take()) == 4
+    b.answer(b.out[0])
+    late = b.out[0]
+    b.late(late)
+    assert [b.on_disk(key) for key in keys[::2]] == [True, False] + [True] * 10
+    assert len(b.take()) == 2, "a place for each that ended or is late"
+    assert all(b.on_disk(key) for key in keys[1::2])
+    b.out.remove(late)
+    b.run()
+    assert [b.store.presence(key) is Presence.READY for key in keys] == [key != keys[2] for key in keys]
+
+
+def test_nobody_waits_longer_than_one_more_deadline_for_a_disk_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    b = bench(segments_max=(8, 8), unit_count=256)
+    keys = chunks_on_disk(b, 40, 4)
+    for key in keys:
+        b.store.promote(key)
+    for _ in range(2):
+        for command in b.take():
+            b.late(command)
+            b.out.remove(command)
+    assert all(b.store.presence(key) is Presence.ABSENT for key in keys)
+    assert not b.store.busy
+
+
+def test_a_reset_gives_back_the_slots_of_reads_that_nobody_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    b = bench(segments_max=(8,), unit_count=128)
+    for key in chunks_on_disk(b, 24, 4):
+        b.store.promote(key)
+    b.take()
+    b.store.reset()
+    assert b.store.arena.free_units == 128 - 16
+    b.run()
+    assert b.store.arena.free_units == 128
+    assert all(segment.idle for segment in b.store.table)
+
+
 # ---- eviction
 
 
