@@ -4,6 +4,8 @@ vLLM scans the keys of every waiting request in every step, full-attention group
 from the tail until a window of hits. What must hold:
 
 - A chunk that was called HIT or HIT_PENDING is pinned to the request until it loads it, ends, or is taken back.
+- HIT_PENDING, not RETRY, is said of a chunk that is being loaded: RETRY does not count as a hit, and a sliding-window
+  group would be scanned, and promoted, back to its first chunk. RETRY means "on disk, but no slot in this step".
 - What requests wait for and load from is at most `Groups.held_max` in all, so that stores go on.
 - A request that found no slot queues. Only the head of the queue gets slots; the others keep what they pinned, unless
   all that is pinned belongs to the queue: then the last gives its pins up, so that the head always gets on.
@@ -51,7 +53,7 @@ class Lookups:
         counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
-        self._store = store
+        self.store = store
         self._pump = pump
         self._groups = groups
         self._counters = counters
@@ -108,7 +110,7 @@ class Lookups:
         return LookupResult.MISS if position > first else LookupResult.HIT_PENDING
 
     def _first_answer(self, key: OffloadKey, request: Request, req_context: ReqContext) -> LookupResult:
-        store = self._store
+        store = self.store
         if key in request.pins:
             self._unpin(key, request)
         presence = store.presence(key)
@@ -139,8 +141,8 @@ class Lookups:
     def _allowed(self, key: bytes, wanted: TierFilter) -> bool:
         if wanted is TierFilter.ALL:
             return True
-        in_memory = self._store.resident(key) is not None and wanted.allows(Medium.CPU, Locality.LOCAL)
-        return in_memory or (key in self._store.index and wanted.allows(Medium.STORAGE, Locality.LOCAL))
+        in_memory = self.store.resident(key) is not None and wanted.allows(Medium.CPU, Locality.LOCAL)
+        return in_memory or (key in self.store.index and wanted.allows(Medium.STORAGE, Locality.LOCAL))
 
     def _promote(self, key: bytes, position: int, request: Request) -> Resident | None:
         """Start reading a chunk, unless there is no slot for it or others have waited longer for slots."""
@@ -148,7 +150,7 @@ class Lookups:
             return None
         if self._held_units + self._groups.units[group_of(key)] > self._groups.held_max:
             return None
-        resident = self._store.promote(key, position)
+        resident = self.store.promote(key, position)
         if resident is not None:
             request.from_disk.add(key)
         return resident
@@ -210,7 +212,7 @@ class Lookups:
 
     def hold(self, resident: Resident) -> None:
         """Keep a slot until `let_go`; it counts against what waiting requests may pin."""
-        self._store.pin(resident)
+        self.store.pin(resident)
         count = self._held.get(resident, 0)
         self._held[resident] = count + 1
         if count == 0:
@@ -224,7 +226,7 @@ class Lookups:
         else:
             del self._held[resident]
             self._held_units -= resident.run.units
-        self._store.unpin(resident)
+        self.store.unpin(resident)
 
     def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
         self.hold(resident)

@@ -5,8 +5,6 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 
 - HIT is said only of verified bytes in a pinned slot. A worker cannot report a failure (vLLM asserts success), so
   whatever can fail has failed before HIT.
-- HIT_PENDING, not RETRY, is said of a chunk that is being loaded: RETRY does not count as a hit, and a sliding-window
-  group would be scanned, and promoted, back to its first chunk. RETRY means "on disk, but no slot in this step".
 - Of an offer the longest prefix of positions is stored. A chunk left out is never offered again and orphans all behind
   it, so a request that was cut stays cut; None ("offer it again") is said only when it can help soon.
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
@@ -159,16 +157,15 @@ class KVDiskManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of chunks that were hits in this step; kept until `complete_load`."""
-        service, lookups, request = self._service, self._lookups, self._requests[req_context.req_id]
-        assert service is not None
+        lookups, request = self._lookups, self._requests[req_context.req_id]
         assert lookups is not None
         residents = []
         for key in keys:
-            resident = service.store.resident(key)
+            resident = lookups.store.resident(key)
             assert resident is not None, f"load of {key.hex()}, which is not here"
             assert resident.is_hit, f"load of {key.hex()}, which is not complete"
             lookups.hold(resident)
-            service.store.touch(key)
+            lookups.store.touch(key)
             residents.append(resident)
         self._remember(keys, request, req_context)
         lookups.release(request)
@@ -259,8 +256,8 @@ class KVDiskManager(OffloadingManager):
         accepted: dict[bytes, Resident] = {}
         for position, key in new:
             group = group_of(key)
-            places = self._groups.parent_position(group, position)
-            parent = next((request.chain[place] for place in places if place in request.chain), b"")
+            above = (request.chain.get(place, b"") for place in self._groups.parent_position(group, position))
+            parent = next(filter(None, above), b"")
             parts = service.store.parts_of(group)
             resident = service.store.reserve(key, group, parts, position, parent if parent != key else b"")
             if resident is None:
@@ -356,10 +353,10 @@ class KVDiskManager(OffloadingManager):
 
     def _enter_quarantine(self) -> None:
         """vLLM will not report the transfers under way, but its workers still carry them out."""
-        assert self._service is not None
+        assert self._lookups is not None
         stores: dict[int, list[Resident]] = {}
         for ticket, resident in self._storing.values():
-            self._service.store.disown(resident)  # or requests would wait for it
+            self._lookups.store.disown(resident)  # or requests would wait for it
             stores.setdefault(ticket, []).append(resident)
         self._storing.clear()
         self._quarantine += [(ticket, residents, []) for ticket, residents in stores.items()]
@@ -369,8 +366,7 @@ class KVDiskManager(OffloadingManager):
         assert len(self._quarantine) < TICKETS
 
     def _leave_quarantine(self, *, flushed: bool = False) -> None:
-        service, lookups = self._service, self._lookups
-        assert service is not None
+        lookups = self._lookups
         assert lookups is not None
         kept = []
         for entry in self._quarantine:
@@ -380,7 +376,7 @@ class KVDiskManager(OffloadingManager):
                 kept.append(entry)
                 continue
             for resident in stored:
-                service.store.abandon(resident)
+                lookups.store.abandon(resident)
             for resident in loaded:
                 lookups.let_go(resident)
         self._quarantine = kept
