@@ -192,6 +192,24 @@ def test_who_finds_no_slot_for_too_long_loads_what_it_has(engine: Engine) -> Non
     assert desk.manager.counters["misses_no_slot"] > 0
 
 
+def test_slots_go_to_who_waited_longest_not_to_who_asks_first(engine: Engine) -> None:
+    desk = Desk(engine(FULL))
+    owner, first, second = (desk.request(prompt(57, seed)) for seed in range(3))
+    for request in (owner, first, second):
+        desk.put(request, desk.keys(request))
+    assert desk.resolve(owner) == 57 * CHUNK
+    assert (desk.ask(first), desk.ask(second)) == (None, None)
+    desk.load(owner, 57 * CHUNK)
+    desk.end_step()
+    promoted = len(desk.store._wanted)
+    assert desk.ask(second) is None
+    assert len(desk.store._wanted) == promoted
+    assert desk.ask(first) is None
+    assert len(desk.store._wanted) == promoted + 57
+    desk.end_step()
+    desk.settle()
+
+
 # ---- scans cut short
 
 
