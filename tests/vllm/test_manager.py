@@ -201,11 +201,8 @@ def test_slots_go_to_who_waited_longest_not_to_who_asks_first(engine: Engine) ->
     assert (desk.ask(first), desk.ask(second)) == (None, None)
     desk.load(owner, 57 * CHUNK)
     desk.end_step()
-    promoted = len(desk.store._wanted)
-    assert desk.ask(second) is None
-    assert len(desk.store._wanted) == promoted
-    assert desk.ask(first) is None
-    assert len(desk.store._wanted) == promoted + 57
+    assert (desk.ask(second), desk.pinned()) == (None, 0)
+    assert (desk.ask(first), desk.pinned()) == (None, 57)
     desk.end_step()
     desk.settle()
 
