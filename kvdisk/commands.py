@@ -120,6 +120,7 @@ class ScannedChunk(NamedTuple):
     stored_bytes: int
     live_bytes: int
     checksum: int
+    readable: bool = True  # False: its codec or cipher is of another version
 
 
 @dataclass(slots=True)

@@ -148,11 +148,10 @@ class Scanner:
 
 
 def _scanned(pack: Pack, raw: bytes) -> ScannedPack:
-    """A decoded pack as plain data; chunks with a codec or cipher this version does not know are left out."""
+    """A decoded pack as plain data."""
     entries = pack.entries
     known = ((entries["codec"] == layout.CODEC_NONE) & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
     columns = zip(
-        known,
         layout.entry_keys(entries),
         layout.entry_keys(entries, "parent"),
         entries["group"].tolist(),
@@ -161,7 +160,8 @@ def _scanned(pack: Pack, raw: bytes) -> ScannedPack:
         entries["stored_bytes"].tolist(),
         entries["live_bytes"].tolist(),
         entries["checksum"].tolist(),
+        known,
         strict=True,
     )
-    chunks = [ScannedChunk(*fields) for readable, *fields in columns if readable]
+    chunks = list(map(ScannedChunk._make, columns))
     return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, chunks)

@@ -18,10 +18,20 @@ from itertools import count
 from random import Random
 
 from kvdisk.arena import Arena
-from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, ScannedSegment, SegmentFile, WriteEpoch
+from kvdisk.commands import (
+    Command,
+    Completion,
+    ReadChunks,
+    ReadItem,
+    ScannedPack,
+    ScannedSegment,
+    SegmentFile,
+    WriteEpoch,
+)
 from kvdisk.index import GROUP_MAX, LIVE_BYTES_MAX, Extent, Index
 from kvdisk.layout import KEY_BYTES_MAX, SegmentHeader
-from kvdisk.plan import Wanted, footprint, merge_reads, stored_bytes
+from kvdisk.plan import Wanted, footprint, merge_reads
+from kvdisk.recovery import Recovery
 from kvdisk.resident import Resident, State
 from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
 from kvdisk.units import UNIT_BYTES
@@ -325,7 +335,7 @@ class Store:
             resume: whether open segments may be written to again: nobody else can still have writes on the way.
         """
         self.writer.epoch = epoch
-        rows: list[tuple[int, bytes, bytes, Extent]] = []
+        packs: list[tuple[Segment, ScannedPack]] = []
         for scan in sorted(scans, key=lambda s: s.header.sequence if s.header else 0):
             segment = Segment(scan.file, SegmentState.EMPTY)
             self.table.adopt(segment)
@@ -333,48 +343,35 @@ class Store:
             if scan.header is not None:
                 self.writer.next_sequence = max(self.writer.next_sequence, scan.header.sequence + 1)
                 if scan.header.epoch == epoch:
-                    self._recover_segment(segment, scan, scan.header, rows)
-        rows.sort(key=lambda row: row[0])
-        for _, key, parent, extent in rows:
-            older = self.index.segment_of(key)
-            if older is not None and older != extent.segment:
-                self.table[extent.segment].older.add(self.table[older].use)
-            self.index.add(key, extent, parent)
-        if rows:
-            self.writer.next_pack_sequence = rows[-1][0] + 1
+                    self._recover_segment(segment, scan, scan.header)
+                    packs += [(segment, pack) for pack in scan.packs]
+        packs.sort(key=lambda one: one[1].sequence, reverse=True)
+        recovery = Recovery(self.index, self.table, self._is_usable)
+        recovery.fill(packs)
+        for key, use in recovery.absent.items():
+            self._remember(key, use)
+        self.counters["headers_damaged"] += recovery.misfits
+        if packs:
+            self.writer.next_pack_sequence = packs[0][1].sequence + 1
         self._resume_open_segments(resume)
 
-    def _recover_segment(
-        self,
-        segment: Segment,
-        scan: ScannedSegment,
-        header: SegmentHeader,
-        rows: list[tuple[int, bytes, bytes, Extent]],
-    ) -> None:
+    def _recover_segment(self, segment: Segment, scan: ScannedSegment, header: SegmentHeader) -> None:
         segment.header = header
         segment.on_disk = header.sequence
         segment.state = SegmentState.SEALED if scan.sealed else SegmentState.OPEN
         segment.tail = max((pack.offset + pack.pack_bytes for pack in scan.packs), default=header.alignment)
+        segment.raw_header_bytes = sum(len(pack.raw) for pack in scan.packs)
+        if not scan.sealed:
+            segment.pack_headers = {pack.offset: pack.raw for pack in scan.packs}
         self.table.touch(segment.file.number)
-        for pack in scan.packs:
-            segment.raw_header_bytes += len(pack.raw)
-            if not scan.sealed:
-                segment.pack_headers[pack.offset] = pack.raw
-            for chunk in pack.chunks:
-                parts = self._parts_of_scanned(chunk.group, chunk.live_bytes)
-                if stored_bytes(parts, header.alignment) != chunk.stored_bytes:
-                    self.counters["headers_damaged"] += 1
-                    continue
-                extent = Extent(segment.file.number, chunk.offset, chunk.live_bytes, chunk.checksum, chunk.group)
-                rows.append((pack.sequence, chunk.key, chunk.parent, extent))
-                segment.payload_bytes += chunk.live_bytes
 
-    def _parts_of_scanned(self, group: int, live_bytes: int) -> tuple[int, ...]:
-        """`parts_of` for numbers from a stranger: () where they are impossible."""
-        parts = (live_bytes,) if self.config.group_parts is None else self.config.group_parts.get(group, ())
-        fits = sum(parts) == live_bytes <= LIVE_BYTES_MAX and self._units(parts) <= self.arena.unit_count
-        fits = fits and group <= GROUP_MAX
-        return parts if fits else ()
+    def _is_usable(self, group: int, live_bytes: int, stored_bytes: int) -> bool:
+        """Whether a chunk with these numbers, which come from a stranger, can be promoted."""
+        config = self.config
+        parts = (live_bytes,) if config.group_parts is None else config.group_parts.get(group, ())
+        takes = footprint(parts, config.alignment)
+        fits = 0 < takes.units <= self.arena.unit_count and live_bytes <= LIVE_BYTES_MAX and group <= GROUP_MAX
+        return fits and takes.live_bytes == live_bytes and takes.stored_bytes == stored_bytes
 
     def _resume_open_segments(self, resume: bool) -> None:
         """Go on with the newest open segment of each root if allowed; close the others."""

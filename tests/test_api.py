@@ -136,6 +136,20 @@ async def test_an_overwrite_replaces_also_across_a_restart_and_eviction(open_sto
         assert hits == 60
 
 
+async def test_a_value_too_large_for_a_smaller_arena_does_not_bring_back_the_one_before(open_store: Open) -> None:
+    sizes = {"segment_bytes": 24 * MIB, "capacity": 100 * MIB}
+    large = value(b"key", 1, 5 * MIB)
+    async with open_store(arena_bytes=24 * MIB, **sizes) as store:
+        assert await store.put(b"key", b"first")
+        assert await store.flush()
+        assert await store.put(b"key", large)
+    async with open_store(arena_bytes=4 * MIB, **sizes) as store:
+        assert not store.contains(b"key")
+        assert await store.get(b"key") is None
+    async with open_store(arena_bytes=24 * MIB, **sizes) as store:
+        assert await store.get(b"key") == large
+
+
 async def test_the_same_bytes_again_are_not_written_again(open_store: Open) -> None:
     async with open_store() as store:
         keys = await fill(store, 20, 9000)

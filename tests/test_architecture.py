@@ -26,6 +26,7 @@ LAYERS = {
     "kvdisk.index": 2,
     "kvdisk.plan": 2,
     "kvdisk.writer": 2,
+    "kvdisk.recovery": 2,
     "kvdisk.bounce": 2,
     "kvdisk.calls": 2,
     "kvdisk.files_cache": 2,

@@ -1,6 +1,7 @@
 """The index against a dictionary and a tree that are too slow to be wrong."""
 
 import random
+import tracemalloc
 from collections.abc import Iterable
 
 import pytest
@@ -201,3 +202,17 @@ def test_the_largest_numbers_fit(extent: Extent) -> None:
     index = Index(ALIGNMENT)
     index.add(b"k", extent, b"")
     assert index.get(b"k") == extent
+
+
+def test_a_chunk_takes_at_most_200_bytes_with_a_key_of_36() -> None:
+    count = 125_000  # fills the dictionary's table as 1,000,000 or 8,000,000 do
+    tracemalloc.start()
+    try:
+        index = Index(ALIGNMENT)
+        for number in range(count):
+            key, parent = b"%036d" % number, b"%036d" % (number - 1) if number % 100 else b""
+            index.add(key, Extent(number >> 8, 0, 1, number, 0), parent)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken / count <= 200

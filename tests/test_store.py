@@ -20,7 +20,7 @@ from kvdisk.commands import (
     WriteEpoch,
     WritePack,
 )
-from kvdisk.index import Extent
+from kvdisk.index import Extent, Index
 from kvdisk.layout import SegmentHeader
 from kvdisk.resident import Resident, State
 from kvdisk.segments import SegmentState
@@ -808,8 +808,17 @@ def scanned(number: int, sequence: int, epoch: int = 0, *chunks: ScannedChunk, p
     return ScannedSegment(SegmentFile(0, number), header, sealed=True, packs=packs_)
 
 
-def chunk(key: bytes, live: int = 4000, stored: int = 4096, group: int = 0, check: int = 1) -> ScannedChunk:
-    return ScannedChunk(key, b"", group, 0, 8192, stored, live, check)
+def chunk(
+    key: bytes,
+    live: int = 4000,
+    stored: int = 4096,
+    group: int = 0,
+    check: int = 1,
+    parent: bytes = b"",
+    *,
+    readable: bool = True,
+) -> ScannedChunk:
+    return ScannedChunk(key, parent, group, 0, 8192, stored, live, check, readable)
 
 
 def test_recovery_keeps_the_newest_pack_of_a_key_and_only_the_current_epoch() -> None:
@@ -841,6 +850,82 @@ def test_impossible_numbers_from_a_disk_cost_their_chunk_only(hostile: ScannedCh
     b.store.recover([scanned(0, 1, 0, chunk(b"good"), hostile)], epoch=0)
     assert list(b.store.index) == [b"good"]
     assert b.store.counters["headers_damaged"] == 1
+
+
+@pytest.mark.parametrize("newest", [
+    chunk(b"k", readable=False), chunk(b"k", live=600 * 4096, stored=600 * 4096),
+], ids=["of another version", "larger than the arena"])  # fmt: skip
+def test_an_older_version_is_not_served_in_place_of_one_that_cannot_be(newest: ScannedChunk) -> None:
+    b = bench(segments_max=(8,))
+    b.store.recover(
+        [
+            scanned(0, 1, 0, chunk(b"k"), pack=1),
+            scanned(1, 2, 0, newest, chunk(b"child", parent=b"k"), pack=2),
+            scanned(2, 3, 0, chunk(b"other"), pack=3),
+        ],
+        epoch=0,
+    )
+    assert b.store.presence(b"k") is Presence.ABSENT
+    assert sorted(b.store.index) == [b"child", b"other"]
+    table = b.store.table
+    assert table[1].older == {table[0].use}, "or it would be served once the newest is recycled"
+    b.put(b"k")
+    b.run()
+    number = b.store.index.segment_of(b"k")
+    assert number is not None
+    assert table[number].older == {table[1].use}, "or that would be served by a store that can"
+    assert b.store.index.parent_of(b"child") == b"k"
+
+
+def test_each_version_of_a_key_waits_for_the_one_before() -> None:
+    b = bench(segments_max=(8,))
+    b.store.recover([scanned(n, n + 1, 0, chunk(b"k", check=n), pack=n + 1) for n in (2, 0, 3, 1)], epoch=0)
+    extent = b.store.index.get(b"k")
+    assert extent is not None
+    assert extent.checksum == 3
+    table = b.store.table
+    assert [table[n].older for n in range(4)] == [set(), {table[0].use}, {table[1].use}, {table[2].use}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_recovery_finds_what_adding_one_by_one_would(seed: int) -> None:
+    chance = random.Random(seed)
+    keys = [b"%d" % n for n in range(12)]
+    found: list[tuple[int, ScannedSegment]] = []
+    for n in range(8):
+        packs_ = []
+        for _ in range(chance.randrange(3)):
+            drawn = [(chance.choice(keys), chance.choice([b"", *keys])) for _ in range(chance.randrange(6))]
+            rows = [
+                chunk(key, parent=up, check=chance.randrange(99), readable=chance.random() < 0.9) for key, up in drawn
+            ]
+            packs_.append(
+                ScannedPack(
+                    chance.randrange(1 << 30), ALIGNMENT, 64 << 10, b"", list({r.key: r for r in rows}.values())
+                )
+            )
+        segment = scanned(n, n + 1)
+        segment.packs = packs_
+        found.append((n, segment))
+    b = bench(segments_max=(8,))
+    b.store.recover([segment for _, segment in found], epoch=0)
+    model = Index(ALIGNMENT)
+    newest = {
+        row.key: (n, row)
+        for _, n, pack in sorted((pack.sequence, n, pack) for n, segment in found for pack in segment.packs)
+        for row in pack.chunks
+    }
+    for n, row in newest.values():
+        if row.readable:
+            model.add(row.key, Extent(n, row.offset, row.live_bytes, row.checksum, row.group), row.parent)
+    index = b.store.index
+    assert {key: (index.get(key), index.parent_of(key)) for key in keys} == {
+        key: (model.get(key), model.parent_of(key)) for key in keys
+    }
+    for n in range(8):
+        assert sorted(index.keys_of_segment(n)) == sorted(model.keys_of_segment(n))
+        assert index.live_bytes_of_segment(n) == model.live_bytes_of_segment(n)
+    assert index._missing.keys() == model._missing.keys()
 
 
 def test_a_store_too_small_for_three_segments_is_the_callers_mistake() -> None:
