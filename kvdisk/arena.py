@@ -5,7 +5,9 @@ chunk it joins neighbouring runs that are free, or may be given up and were not 
 approximation of LRU in every page cache), until the chunk fits. So chunks of any size share one arena without
 fragmenting it for good, and chunks placed one after another are neighbours, which makes their I/O one large request.
 
-Knows only units and owners: what may be given up, the owner says. The same run is the same slot on every rank.
+Knows only units and owners: what may be given up, the owner says, and whoever changes that tells the arena (`note`).
+So it knows how much could be had, and a request that cannot be met is refused at once: under pressure there are many,
+each would pass all runs, and take away the second chance of every chunk. The same run is the same slot on every rank.
 """
 
 from collections.abc import Iterator
@@ -25,14 +27,18 @@ OwnerT = TypeVar("OwnerT", bound=Owner)
 
 
 class Run(Generic[OwnerT]):
-    """A run of units: free (`owner` is None) or one slot. Runs form a ring in address order."""
+    """A run of units: free (`owner` is None) or one slot. Runs form a ring in address order.
 
-    __slots__ = ("next", "owner", "previous", "start", "units")
+    takeable: whether it is free or its owner may be evicted, as far as the arena was told.
+    """
+
+    __slots__ = ("next", "owner", "previous", "start", "takeable", "units")
 
     def __init__(self, start: int, units: int) -> None:
         self.start = start
         self.units = units
         self.owner: OwnerT | None = None
+        self.takeable = True
         self.next: Run[OwnerT] = self
         self.previous: Run[OwnerT] = self
 
@@ -45,6 +51,8 @@ class Arena(Generic[OwnerT]):
             raise ValueError(f"an arena of {unit_count} units holds no slot of {granule}; give it more bytes")
         self.unit_count = unit_count - unit_count % granule
         self.free_units = self.unit_count
+        self._takeable_units = self.unit_count
+        self._no_run_of = self.unit_count + 1  # the smallest size that is known to fit nowhere
         self._granule = granule
         self._hand: Run[OwnerT] = Run(0, self.unit_count)
         self._run_count = 1
@@ -52,16 +60,18 @@ class Arena(Generic[OwnerT]):
     def allocate(self, units: int, owner: OwnerT, evicted: list[OwnerT]) -> Run[OwnerT] | None:
         """Place `owner` in `units` units, or None if no run can be made free.
 
-        Owners that lost their slot for it are appended to `evicted`, also when the sweep ends in None (it gives
-        nothing up unless it succeeds, so then there are none).
+        Owners that lost their slot for it are appended to `evicted`. A request that fails changes nothing.
         """
         assert units > 0
         units = -(-units // self._granule) * self._granule
         run = self._hand
         if run.owner is not None or run.units < units:  # else the rest of a run that was cut before
-            window = self._sweep(units)
-            if window is None:
+            if units > self._takeable_units or units >= self._no_run_of:
                 return None
+            if not self._fits(units):
+                self._no_run_of = units
+                return None
+            window = self._sweep(units)
             run = window[0]
             for taken in window:
                 if taken.owner is not None:
@@ -73,8 +83,22 @@ class Arena(Generic[OwnerT]):
             self._split(run, units)
         run.owner = owner
         self.free_units -= units
+        self.note(run)
         self._hand = run.next
         return run
+
+    def note(self, run: Run[OwnerT]) -> None:
+        """To be called whenever what the owner's `can_evict` says has changed, or may have."""
+        takeable = run.owner is None or run.owner.can_evict()
+        if takeable == run.takeable:
+            return
+        run.takeable = takeable
+        if not takeable:
+            self._takeable_units -= run.units
+            return
+        self._takeable_units += run.units
+        if self._no_run_of <= self.unit_count and self._units_around(run, self._no_run_of) >= self._no_run_of:
+            self._no_run_of = self.unit_count + 1
 
     def release(self, run: Run[OwnerT]) -> None:
         """Free a slot; joined with free neighbours, so that the sweep stays short."""
@@ -94,33 +118,56 @@ class Arena(Generic[OwnerT]):
                 yield run.owner
             run = run.next
 
-    def _sweep(self, units: int) -> list[Run[OwnerT]] | None:
-        """Neighbouring runs from the hand on that may be taken and hold `units`.
+    def _fits(self, units: int) -> bool:
+        """Whether neighbouring runs that may be taken hold `units`, second chances or not."""
+        total = 0
+        run = self._hand
+        for _ in range(2 * self._run_count):  # twice: a window may lie across the hand
+            if run.start == 0:  # the ring closes: memory is not contiguous here
+                total = 0
+            total = total + run.units if run.takeable else 0
+            if total >= units:
+                return True
+            run = run.next
+        return False
 
-        Three rounds: one takes away second chances, and a window may lie across the place where the hand was, which
-        only a pass from the lowest address to the highest sees whole.
+    def _units_around(self, run: Run[OwnerT], enough: int) -> int:
+        """Units of `run` and its neighbours that may be taken; counts no further than to `enough`."""
+        total, first, last = run.units, run, run
+        while total < enough and first.start > 0 and first.previous.takeable:
+            first = first.previous
+            total += first.units
+        while total < enough and last.next.start > last.start and last.next.takeable:
+            last = last.next
+            total += last.units
+        return total
+
+    def _sweep(self, units: int) -> list[Run[OwnerT]]:
+        """Neighbouring runs from the hand on that may be taken and hold `units`; they `_fits`.
+
+        At most three rounds: one takes away second chances, and a window may lie across the place where the hand was,
+        which only a pass from the lowest address to the highest sees whole.
         """
         window: list[Run[OwnerT]] = []
         total = 0
         run = self._hand
-        for _ in range(3 * self._run_count + 1):
-            if window and run.start <= window[-1].start:  # the ring closes: memory is not contiguous here
+        while total < units:
+            if run.start == 0:
                 window, total = [], 0
             owner = run.owner
-            if owner is not None and (owner.used or not owner.can_evict()):
+            if owner is not None and (owner.used or not run.takeable):
                 owner.used = False
                 window, total = [], 0
             else:
                 window.append(run)
                 total += run.units
-                if total >= units:
-                    return window
             run = run.next
-        return None
+        return window
 
     def _set_free(self, run: Run[OwnerT]) -> None:
         run.owner = None
         self.free_units += run.units
+        self.note(run)
 
     def _absorb(self, run: Run[OwnerT], following: Run[OwnerT]) -> None:
         assert run.next is following

@@ -120,7 +120,6 @@ class Store:
         self._replaced: dict[bytes, SegmentUse] = {}  # keys that are not known any more -> where old bytes may lie
         self._replaced_max = REPLACED_MIN
         self._unflushed_units = 0  # of slots that were stored and not flushed yet
-        self._no_run_of = config.unit_count + 1  # smallest size the arena could not place since anything changed
         self.writer = Writer(
             WriterConfig(config.alignment, config.segment_bytes, config.fingerprint),
             self.index,
@@ -249,6 +248,7 @@ class Store:
     def pin(self, resident: Resident) -> None:
         """Keep the slot until the matching `unpin`."""
         resident.pins += 1
+        self.arena.note(resident.run)
 
     def unpin(self, resident: Resident) -> None:
         """Undo one `pin`."""
@@ -461,14 +461,11 @@ class Store:
 
     def _place(self, resident: Resident) -> Resident | None:
         resident.live_bytes, resident.stored_bytes, units = footprint(resident.parts, self.config.alignment)
-        if units >= self._no_run_of:
-            return None
         evicted: list[Resident] = []
         run = self.arena.allocate(units, resident, evicted)
         for old in evicted:
             self._lost_slot(old)
         if run is None:
-            self._no_run_of = units
             self.counters["slots_refused"] += 1
             return None
         resident.run = run
@@ -502,16 +499,15 @@ class Store:
                 self._settle(resident)
 
     def _settle(self, resident: Resident) -> None:
-        """Called whenever a slot may have become reusable."""
+        """Called whenever a slot may have become reusable, or may be so no more."""
+        self.arena.note(resident.run)
         if resident.state is not State.CLEAN:
             return
         if resident.unflushed:
             resident.unflushed = False
             self._unflushed_units -= resident.run.units
-        if resident.pins == 0:
-            self._no_run_of = self.config.unit_count + 1
-            if resident.forgotten and resident.run.owner is resident:
-                self.arena.release(resident.run)
+        if resident.pins == 0 and resident.forgotten and resident.run.owner is resident:
+            self.arena.release(resident.run)
 
     def _indexed(self, keys: list[bytes]) -> None:
         if self.events is not None:

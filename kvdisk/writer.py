@@ -77,7 +77,8 @@ class Writer:
         new_id: gives command ids.
         late: ids of commands that were late and have not settled; the store's.
         resident_of: the resident of a key, if it has one and it is not forgotten.
-        settle: called with a resident whose pack ended (or that was dropped unflushed) after its state was set.
+        settle: called with a resident whose pack ended (or that was dropped unflushed, or queued again) after its
+            state was set.
         on_indexed: called with keys that entered the index.
         on_dropped: called with keys that left the index because their segment was evicted.
     """
@@ -298,6 +299,7 @@ class Writer:
                 return False
             self.stats.bytes_rewritten += size
             self.add((resident,))
+            self._settle(resident)
         self.index.drop_only(key)
         return True
 

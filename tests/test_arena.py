@@ -32,13 +32,15 @@ class ArenaMachine(RuleBasedStateMachine):
         new, evicted = Chunk(), list[Chunk]()
         keep = {chunk for chunk in self.chunks if not chunk.evictable}
         used = {chunk for chunk in self.chunks if chunk.used}
+        fits = self.could_fit(-(-units // self.granule) * self.granule)
         before = {chunk: (chunk.run.start, chunk.run.units) for chunk in self.chunks}
         run = self.arena.allocate(units, new, evicted)
         assert set(evicted) <= self.chunks - keep
         assert len(set(evicted)) == len(evicted)
+        assert (run is not None) == fits
         if run is None:
             assert not evicted, "nothing is given up in vain"
-            assert not self.could_fit(-(-units // self.granule) * self.granule)
+            assert {chunk for chunk in self.chunks if chunk.used} == used, "nor second chances"
             return
         assert run.units == -(-units // self.granule) * self.granule
         assert run.start % self.granule == 0
@@ -71,6 +73,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, used: bool, evictable: bool) -> None:
         chunk = data.draw(st.sampled_from(sorted(self.chunks, key=lambda c: c.run.start)))
         chunk.used, chunk.evictable = used, evictable
+        self.arena.note(chunk.run)
 
     @invariant()
     def slots_do_not_overlap_and_units_are_constant(self) -> None:
@@ -128,9 +131,56 @@ def test_a_chunk_larger_than_the_arena_is_refused_and_costs_nobody_anything() ->
 def test_a_large_chunk_displaces_neighbours_only() -> None:
     arena: Arena[Chunk] = Arena(12)
     chunks = [place(arena, 2)[0] for _ in range(6)]
-    chunks[1].evictable = False
+    keep(arena, chunks[1])
     _, evicted = place(arena, 6)
     assert evicted == chunks[2:5]
+
+
+def keep(arena: Arena[Chunk], chunk: Chunk, evictable: bool = False) -> None:
+    chunk.evictable = evictable
+    arena.note(chunk.run)
+
+
+class Passes(Arena[Chunk]):
+    """Counts the passes over all runs."""
+
+    passes = 0
+
+    def _fits(self, units: int) -> bool:
+        self.passes += 1
+        return super()._fits(units)
+
+
+def test_what_cannot_be_had_is_refused_without_a_pass_over_the_slots() -> None:
+    arena = Passes(1000)
+    chunks = [place(arena, 1)[0] for _ in range(1000)]
+    arena.passes = 0
+    for chunk in chunks[:997]:
+        keep(arena, chunk)
+    for _ in range(50):
+        assert arena.allocate(4, Chunk(), []) is None
+    assert arena.passes == 0
+    keep(arena, chunks[996], evictable=True)
+    assert place(arena, 4)[1] == chunks[996:]
+
+
+def test_what_fits_nowhere_is_not_looked_for_again_until_it_may_fit() -> None:
+    arena = Passes(1000)
+    chunks = [place(arena, 1)[0] for _ in range(1000)]
+    arena.passes = 0
+    for chunk in chunks[::2]:
+        keep(arena, chunk)
+    for _ in range(50):
+        assert arena.allocate(3, Chunk(), []) is None
+        assert arena.allocate(300, Chunk(), []) is None
+    assert arena.passes == 1
+    arena.release(chunks[1].run)  # no nearer to three in a row
+    keep(arena, chunks[0], evictable=True)
+    assert arena.allocate(3, Chunk(), []) is None
+    assert arena.passes == 1
+    keep(arena, chunks[2], evictable=True)
+    assert place(arena, 3)[0].run.start <= 1
+    assert place(arena, 1)[1], "and what does fit was never refused"
 
 
 def test_an_arena_without_a_single_slot_is_the_callers_mistake() -> None:

@@ -45,6 +45,8 @@ class Bench:
         new = self.store.take_commands(self.now)
         self.out += new
         self.seen += new
+        for resident in self.store.arena.owners():
+            assert resident.run.takeable == resident.can_evict(), "the arena was not told"
         return new
 
     def answer(self, command: Command, error: int = 0, *, bad: tuple[int, ...] = ()) -> None:
