@@ -35,7 +35,7 @@ _NAMES = {"root": "root_dir", "capacity": "disk_bytes_to_use", "arena_bytes": "c
 _OPTIONS = ["capacity", "arena_bytes", "segment_bytes", "engine", "io_timeout_s", "namespace", "allow_shared_root"]
 
 
-def open(root: Any, **options: Any) -> "AsyncStore":  # noqa: A001 - kvdisk.open, as one says
+def open(root: Any, **options: Any) -> "AsyncStore":
     """A store in the directory `root` (or a list of directories, one a disk), which must exist.
 
     Args:
@@ -70,7 +70,8 @@ class AsyncStore:
         self._hits = self._misses = self._refused = 0
         self._not_flushed = 0  # chunks that the last `flush` knew not to be on disk
         self._key_waiters: dict[bytes, Waiters] = {}
-        self._slot_waiters: Waiters = deque()
+        self._slot_waiters: Waiters = deque()  # one is woken at a time: if it gets a slot, it wakes the next
+        self._flush_waiters: Waiters = deque()
 
     async def __aenter__(self) -> "AsyncStore":
         self._loop = asyncio.get_running_loop()
@@ -92,6 +93,7 @@ class AsyncStore:
             unit_count=options.cpu_bytes_to_use // UNIT_BYTES,
             on_ready=self._on_ready,
         )
+        self._service.store.settled = []
 
     # ---- what users call
 
@@ -121,12 +123,16 @@ class AsyncStore:
         if self._has_already(key, view):
             return True
         deadline = time.monotonic() + self._options.io_timeout_s
+        queued = False
         while not self._try_put(key, view):
-            in_motion = self._running.store.resident(key) is not None
-            waiters = self._key_waiters.setdefault(key, deque()) if in_motion else self._slot_waiters
-            if not await self._wait(waiters, deadline):
+            if self._running.store.resident(key) is not None:
+                came = await self._wait(self._key_waiters.setdefault(key, deque()), deadline)
+            else:
+                came, queued = await self._wait_for_slot(deadline, queued), True
+            if not came:
                 self._refused += 1
                 return False
+        self._offer_slot()
         self._pump()
         return True
 
@@ -140,19 +146,23 @@ class AsyncStore:
         _check_key(key)
         store = self._running.store
         deadline = time.monotonic() + 2 * self._options.io_timeout_s
+        queued = False
         while (presence := store.presence(key)) is not Presence.ABSENT:
+            resident = store.resident(key)
             if presence is Presence.READY:
+                assert resident is not None
                 self._hits += 1
                 store.touch(key)
-                resident = store.resident(key)
-                assert resident is not None
                 return bytes(self._view(resident)[: resident.live_bytes])
-            waiters = self._key_waiters.setdefault(key, deque())
             if presence is Presence.ON_DISK:
-                if store.promote(key) is None:
-                    waiters = self._slot_waiters
+                resident = store.promote(key)
                 self._pump()
-            if not await self._wait(waiters, deadline):
+            if resident is None:
+                came, queued = await self._wait_for_slot(deadline, queued), True
+            else:
+                self._offer_slot()
+                came = await self._wait_for_read(resident, deadline)
+            if not came:
                 break
             store = self._running.store
         self._misses += 1
@@ -169,7 +179,7 @@ class AsyncStore:
         before = self._not_flushed
         self._pump()
         while service.store.busy:
-            await self._wait(self._slot_waiters, time.monotonic() + 1.0)
+            await self._wait(self._flush_waiters, time.monotonic() + 1.0)
             service = self._running
             self._pump()
         self._not_flushed = service.store.writer.stats.chunks_not_flushed
@@ -184,7 +194,7 @@ class AsyncStore:
         """Flush and give everything back. Idempotent; what still waits ends with StoreClosedError."""
         service, self._service = self._service, None
         if service is not None:
-            for waiters in (*self._key_waiters.values(), self._slot_waiters):
+            for waiters in (*self._key_waiters.values(), self._slot_waiters, self._flush_waiters):
                 _wake(waiters)
             await self._loop.run_in_executor(None, service.close)
 
@@ -227,10 +237,41 @@ class AsyncStore:
         size = round_up(resident.live_bytes, self._running.store.config.alignment)
         return self._memory.view[start : start + size]
 
-    async def _wait(self, waiters: Waiters, deadline: float) -> bool:
+    async def _wait_for_slot(self, deadline: float, queued: bool) -> bool:
+        """Wait until it is this caller's turn to try again; False at the deadline. Who was `queued` keeps his place."""
+        came = False
+        try:
+            came = await self._wait(self._slot_waiters, deadline, first=queued)
+        finally:
+            if not came:
+                self._offer_slot()
+        return came
+
+    async def _wait_for_read(self, resident: Resident, deadline: float) -> bool:
+        """Wait until a chunk was read, and keep its slot until the caller goes on; False at the deadline."""
+        store = self._running.store
+        store.pin(resident)
+        try:
+            return await self._wait(self._key_waiters.setdefault(resident.key, deque()), deadline)
+        finally:
+            store.unpin(resident)
+            self._offer_slot()
+
+    def _offer_slot(self) -> None:
+        """A slot may have become free: the first who waits for one may try."""
+        while self._slot_waiters:
+            future = self._slot_waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+                return
+
+    async def _wait(self, waiters: Waiters, deadline: float, first: bool = False) -> bool:
         """Wait for a change; False at the deadline."""
         future = self._loop.create_future()
-        waiters.append(future)
+        if first:
+            waiters.appendleft(future)
+        else:
+            waiters.append(future)
         try:
             await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
@@ -248,10 +289,14 @@ class AsyncStore:
         service = self._service
         if service is None:
             return
-        if service.pump():
-            for key in [key for key in self._key_waiters if service.store.presence(key) is not Presence.PENDING]:
+        came = service.pump()
+        settled, service.store.settled = service.store.settled, []
+        for key in settled or ():
+            if key in self._key_waiters:
                 _wake(self._key_waiters.pop(key))
-            _wake(self._slot_waiters)
+        if came:
+            _wake(self._flush_waiters)
+            self._offer_slot()
 
 
 def _wake(waiters: Waiters) -> None:

@@ -107,6 +107,7 @@ class Store:
         self.table = SegmentTable(config.segments_max)
         self.arena: Arena[Resident] = Arena(config.unit_count, max(1, config.alignment // UNIT_BYTES))
         self.events: list[tuple[bytes, bool]] | None = None  # (key, stored or removed) on disk; None: nobody listens
+        self.settled: list[bytes] | None = None  # keys whose slot came to rest or was lost; None: nobody listens
         self.counters: Counter[str] = Counter()
         ids = count(1)
         self._new_id = ids.__next__
@@ -493,6 +494,8 @@ class Store:
         if not resident.forgotten:
             resident.forgotten = True
             del self._residents[resident.key]
+            if self.settled is not None:
+                self.settled.append(resident.key)
             if resident.state is State.DIRTY:
                 self.writer.discard(resident)
             elif resident.state is State.CLEAN:
@@ -503,6 +506,8 @@ class Store:
         self.arena.note(resident.run)
         if resident.state is not State.CLEAN:
             return
+        if self.settled is not None:
+            self.settled.append(resident.key)
         if resident.unflushed:
             resident.unflushed = False
             self._unflushed_units -= resident.run.units

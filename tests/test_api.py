@@ -17,6 +17,7 @@ import kvdisk
 from kvdisk import layout
 from kvdisk.api import AsyncStore
 from kvdisk.errors import DirectoryInUseError, EngineUnavailableError, StoreClosedError
+from kvdisk.store import Presence
 from tests.simstore import value
 
 MIB = 1 << 20
@@ -209,6 +210,54 @@ async def test_reads_of_one_key_by_many_tasks_are_one_read(open_store: Open) -> 
         found = await asyncio.gather(*(store.get(b"key-0001") for _ in range(50)))
         assert set(found) == {value(b"key-0001", 0, 100_000)}
         assert store.stats()["chunks_promoted"] == 1
+
+
+async def test_tasks_that_wait_are_woken_for_their_own_key_only(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store() as store:
+        keys = await fill(store, 400, 4000)
+    async with open_store() as store:
+        inner = store._running.store
+        calls = 0
+        presence = inner.presence
+
+        def counted(key: bytes) -> Presence:
+            nonlocal calls
+            calls += 1
+            return presence(key)
+
+        monkeypatch.setattr(inner, "presence", counted)
+        found = await asyncio.gather(*(store.get(key) for key in keys))
+        assert found == [value(key, 0, 4000) for key in keys]
+        assert calls == 2 * len(keys), "once before the read and once after it"
+
+
+async def test_many_more_reads_at_once_than_there_are_slots_all_hit_and_read_each_chunk_once(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = await fill(store, 3000, 4000)  # the arena holds 1024
+    async with open_store() as store:
+        found = await asyncio.gather(*(store.get(key) for key in keys))
+        assert found == [value(key, 0, 4000) for key in keys]
+        stats = store.stats()
+        assert stats["chunks_promoted"] == 3000
+        assert int(stats["slots_refused"]) <= 2 * 3000, "who waits for a slot tries again when it is his turn"
+
+
+async def test_tasks_that_are_cancelled_while_they_wait_pass_their_turn_on(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = await fill(store, 3000, 4000)
+    async with open_store() as store:
+        tasks = [asyncio.create_task(store.get(key)) for key in keys]
+        for turn in range(40):
+            await asyncio.sleep(0)
+            for task in tasks[turn::80]:
+                task.cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        kept = [(key, data) for key, data in zip(keys, found, strict=True) if not isinstance(data, BaseException)]
+        assert len(kept) >= 1500
+        assert all(data == value(key, 0, 4000) for key, data in kept)
+        assert all(resident.pins == 0 for resident in store._running.store.arena.owners())
 
 
 async def test_impossible_keys_and_data_are_value_errors(open_store: Open) -> None:
