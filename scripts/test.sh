@@ -11,9 +11,11 @@ if (($#)); then
     exec "$PYTEST" "$@"
 fi
 
-"$PYTEST" -m "not e2e and not gpu" --numprocesses auto --dist loadfile
+status=0 # both runs happen: one failure must not hide another
+"$PYTEST" -m "not e2e and not gpu" --numprocesses auto --dist loadfile || status=$?
 if .venv/bin/python -c 'import vllm' 2>/dev/null; then
-    "$PYTEST" -m "e2e and not gpu" --numprocesses 2 --dist loadscope --durations 5
+    "$PYTEST" -m "e2e and not gpu" --numprocesses 2 --dist loadscope --durations 5 || status=$?
 else
     echo "vLLM is not installed in .venv: the end-to-end tests were left out."
 fi
+exit "$status"
