@@ -174,14 +174,18 @@ class AsyncStore:
         return self._running.store.presence(key) is not Presence.ABSENT
 
     async def flush(self) -> bool:
-        """Wait until all that was put is on disk; False if the disk did not take all since the last `flush`."""
+        """Wait until all that was put before is on disk; False if the disk did not take all since the last `flush`."""
         service = self._running
         before = self._not_flushed
         self._pump()
-        while service.store.busy:
-            await self._wait(self._flush_waiters, time.monotonic() + 1.0)
-            service = self._running
-            self._pump()
+        unflushed = service.store.writer.unflushed()
+        while unflushed:
+            if unflushed[-1].awaits_flush:
+                await self._wait(self._flush_waiters, time.monotonic() + 1.0)
+                service = self._running
+                self._pump()
+            else:
+                unflushed.pop()
         self._not_flushed = service.store.writer.stats.chunks_not_flushed
         return self._not_flushed == before
 

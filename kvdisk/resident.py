@@ -75,6 +75,11 @@ class Resident:
         return self.state is State.CLEAN and self.pins == 0
 
     @property
+    def awaits_flush(self) -> bool:
+        """Whether it is on its way to the disk, or waits for that."""
+        return self.state in (State.DIRTY, State.FLUSHING)
+
+    @property
     def is_hit(self) -> bool:
         """Whether the slot holds the chunk's whole and verified bytes."""
         return self.state in _HITS

@@ -126,6 +126,11 @@ class Writer:
         late = sum(1 for one in self._late if one in self._packs or one in self._sealing)
         return bool(self._dirty) or len(self._packs) + len(self._sealing) > late
 
+    def unflushed(self) -> list[Resident]:
+        """What is on its way to the disk, or waits for that."""
+        flying = [resident for _, residents, _ in self._packs.values() for resident in residents]
+        return [resident for resident in (*flying, *self._dirty) if resident.awaits_flush]
+
     def add(self, residents: Iterable[Resident]) -> None:
         """Queue complete chunks; neighbours in this order become neighbours on disk."""
         for resident in residents:

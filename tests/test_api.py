@@ -16,6 +16,7 @@ import pytest
 import kvdisk
 from kvdisk import layout
 from kvdisk.api import AsyncStore
+from kvdisk.commands import Command, ReadChunks, WritePack
 from kvdisk.errors import DirectoryInUseError, EngineUnavailableError, StoreClosedError
 from kvdisk.store import Presence
 from tests.simstore import value
@@ -258,6 +259,41 @@ async def test_tasks_that_are_cancelled_while_they_wait_pass_their_turn_on(open_
         assert len(kept) >= 1500
         assert all(data == value(key, 0, 4000) for key, data in kept)
         assert all(resident.pins == 0 for resident in store._running.store.arena.owners())
+
+
+async def test_flush_waits_for_what_was_put_before_and_for_nothing_else(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store() as store:
+        await fill(store, 1, 9000)
+    async with open_store() as store:
+        assert await store.put(b"first", b"opens a segment")
+        assert await store.flush()
+        service = store._running
+        plane, held = service._plane, list[Command]()
+        assert plane is not None
+        start = plane.start
+
+        def start_some(commands: list[Command]) -> None:
+            keys = [chunk.key for command in commands if isinstance(command, WritePack) for chunk in command.chunks]
+            hold = [c for c in commands if isinstance(c, ReadChunks) or (isinstance(c, WritePack) and b"later" in keys)]
+            held.extend(hold)
+            start([command for command in commands if command not in hold])
+
+        monkeypatch.setattr(plane, "start", start_some)
+        reading = asyncio.create_task(store.get(b"key-0000"))
+        assert await store.put(b"before", b"data")
+        flushing = asyncio.create_task(store.flush())
+        await asyncio.sleep(0)  # it has begun
+        assert await store.put(b"later", b"data")
+        assert await flushing
+        assert b"before" in service.store.index
+        assert b"later" not in service.store.index
+        assert not reading.done()
+        service._loop.call_soon_threadsafe(start, held)
+        assert await reading == value(b"key-0000", 0, 9000)
+        assert await store.flush()
+        assert b"later" in service.store.index
 
 
 async def test_impossible_keys_and_data_are_value_errors(open_store: Open) -> None:
