@@ -6,11 +6,13 @@
         store.contains(b"key")
 
 It is a cache: what was put may be gone, what is returned is exactly what was put last. Bytes reach the disk soon after
-`put`, and surely by `flush` or the end of the `async with`; a process that is killed before may find, after a restart,
-an older value of an overwritten key, or none.
+`put`, at the latest by `flush` or the end of the `async with`. Those that did not, because the process was killed or the
+disk refused them (`flush` returns False, `close` logs a warning), are gone at the next start: an overwritten key then
+has an older value, or none.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from types import TracebackType
@@ -26,6 +28,8 @@ from kvdisk.resident import Resident
 from kvdisk.service import Service, Tenancy
 from kvdisk.store import Presence
 from kvdisk.units import MIB, UNIT_BYTES, parse_size, round_up
+
+logger = logging.getLogger("kvdisk")
 
 ARENA_BYTES_DEFAULT = 256 * MIB
 
@@ -195,12 +199,18 @@ class AsyncStore:
         return {**self._running.stats(), **mine}
 
     async def close(self) -> None:
-        """Flush and give everything back. Idempotent; what still waits ends with StoreClosedError."""
+        """Flush and give everything back. Idempotent; what still waits ends with StoreClosedError.
+
+        Logs a warning if the disk did not take all that was put since the last `flush`; that is not an error.
+        """
         service, self._service = self._service, None
         if service is not None:
             for waiters in (*self._key_waiters.values(), self._slot_waiters, self._flush_waiters):
                 _wake(waiters)
             await self._loop.run_in_executor(None, service.close)
+            lost = service.store.writer.stats.chunks_not_flushed - self._not_flushed
+            if lost:
+                logger.warning("the disk did not take %d of the values put since the last flush; they are gone", lost)
 
     # ---- inside
 

@@ -296,6 +296,32 @@ async def test_flush_waits_for_what_was_put_before_and_for_nothing_else(
         assert b"later" in service.store.index
 
 
+async def test_what_the_disk_refused_is_lost_by_a_clean_close_and_said(
+    open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with open_store() as store:
+        assert await store.put(b"key", b"old")
+        assert await store.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # nothing behind the header
+        try:
+            assert await store.put(b"key", b"new")
+            assert await store.get(b"key") == b"new"
+            assert not await store.flush()
+            assert await store.put(b"other", b"new")
+            await store.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = [record.message for record in caplog.records if "since the last flush" in record.message]
+    assert said == ["the disk did not take 1 of the values put since the last flush; they are gone"]
+    caplog.clear()
+    async with open_store() as store:
+        assert await store.get(b"key") in (b"old", None)
+        assert await store.get(b"other") is None
+    assert not [record for record in caplog.records if "since the last flush" in record.message]
+
+
 async def test_impossible_keys_and_data_are_value_errors(open_store: Open) -> None:
     async with open_store() as store:
         for key in (b"", bytes(65), "text", None, 7):
