@@ -6,7 +6,7 @@
         store.contains(b"key")
 
 It is a cache: what was put may be gone, what is returned is exactly what was put last. Bytes reach the disk soon after
-`put`, at the latest by `flush` or the end of the `async with`. Those that did not, because the process was killed or the
+`put`, at the latest by `flush` or the end of the `async with`. Those that did not, since the process was killed or the
 disk refused them (`flush` returns False, `close` logs a warning), are gone at the next start: an overwritten key then
 has an older value, or none.
 """
