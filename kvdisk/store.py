@@ -52,6 +52,14 @@ REPLACED_MIN = 4096
 """Fewer remembered places of old bytes are not worth a pass over them."""
 
 
+class Change(Enum):
+    """What happened to a chunk, for those who keep a copy of the index."""
+
+    STORED = auto()  # on disk from now on
+    REMOVED = auto()  # not on disk any more
+    GONE = auto()  # neither on disk nor in a slot
+
+
 class Presence(Enum):
     """What a lookup finds."""
 
@@ -106,7 +114,7 @@ class Store:
         self.index = Index(config.alignment)
         self.table = SegmentTable(config.segments_max)
         self.arena: Arena[Resident] = Arena(config.unit_count, max(1, config.alignment // UNIT_BYTES))
-        self.events: list[tuple[bytes, bool]] | None = None  # (key, stored or removed) on disk; None: nobody listens
+        self.events: deque[tuple[bytes, Change]] | None = None  # None: nobody listens
         self.settled: list[bytes] | None = None  # keys whose slot came to rest or was lost; None: nobody listens
         self.counters: Counter[str] = Counter()
         ids = count(1)
@@ -476,6 +484,7 @@ class Store:
     def _lost_slot(self, resident: Resident) -> None:
         del self._residents[resident.key]
         self.counters["slots_evicted"] += 1
+        self._left(resident.key)
         if resident.key not in self.index:
             self._dropped(self.index.drop_waiting(resident.key))
             if resident.replaces is not None:
@@ -494,6 +503,7 @@ class Store:
         if not resident.forgotten:
             resident.forgotten = True
             del self._residents[resident.key]
+            self._left(resident.key)
             if self.settled is not None:
                 self.settled.append(resident.key)
             if resident.state is State.DIRTY:
@@ -516,11 +526,18 @@ class Store:
 
     def _indexed(self, keys: list[bytes]) -> None:
         if self.events is not None:
-            self.events.extend((key, True) for key in keys)
+            self.events.extend((key, Change.STORED) for key in keys)
 
     def _dropped(self, keys: list[bytes]) -> None:
         if self.events is not None:
-            self.events.extend((key, False) for key in keys)
+            self.events.extend((key, Change.REMOVED) for key in keys)
+            for key in keys:
+                self._left(key)
+
+    def _left(self, key: bytes) -> None:
+        """A place of `key` was lost; perhaps it was the last."""
+        if self.events is not None and key not in self._residents and key not in self.index:
+            self.events.append((key, Change.GONE))
 
     # ---- reports
 

@@ -1,5 +1,6 @@
 """The metadata plane alone, driven by completions made by hand: no disk, no clock, no thread."""
 
+from collections import deque
 import errno
 import random
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from kvdisk.index import Extent, Index
 from kvdisk.layout import SegmentHeader
 from kvdisk.resident import Resident, State
 from kvdisk.segments import SegmentState
-from kvdisk.store import Presence, Store, StoreConfig
+from kvdisk.store import Change, Presence, Store, StoreConfig
 from kvdisk.writer import FAILURES_MAX, FULL_INTERVAL_S, PROBE_INTERVAL_S
 
 ALIGNMENT = 4096
@@ -448,12 +449,13 @@ def test_after_a_reset_with_everything_in_flight_nothing_stale_is_ever_a_hit() -
 
 def test_a_reset_gives_old_segments_first_and_reports_removals() -> None:
     b = bench(segments_max=(3,))
-    b.store.events = []
+    b.store.events = deque()
     for n in range(4):
         b.put(b"%d" % n, 8)
     b.run()
     b.store.reset()
-    assert b.store.events == [(b"%d" % n, True) for n in range(4)] + [(b"%d" % n, False) for n in range(4)]
+    stored, removed = ([(b"%d" % n, change) for n in range(4)] for change in (Change.STORED, Change.REMOVED))
+    assert list(b.store.events) == stored + removed
     b.put(b"new")
     b.run()
     assert sum(isinstance(c, OpenSegment) and not c.recycle for c in b.seen) == 1
@@ -951,3 +953,14 @@ def test_states_of_residents_are_what_the_module_says() -> None:
     assert resident.state is State.CLEAN
     assert b.store.replace(b"k")
     assert b.store.presence(b"k") is Presence.ABSENT
+
+
+def test_a_chunk_is_gone_when_its_last_place_is_lost_and_not_before() -> None:
+    b = bench(segments_max=(3,))
+    b.store.events = deque()
+    b.put(b"key", 8)
+    b.run()
+    b.store.drop_slots()
+    assert (b"key", Change.GONE) not in b.store.events, "it is on disk"
+    b.store._dropped(b.store.index.drop(b"key"))
+    assert list(b.store.events)[-2:] == [(b"key", Change.REMOVED), (b"key", Change.GONE)]

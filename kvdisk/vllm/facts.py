@@ -49,6 +49,8 @@ _PATHS: Final = {
     INFO_FACT + "executor_backend": "parallel_config.distributed_executor_backend",
     INFO_FACT + "nodes": "parallel_config.nnodes_within_dp",
     INFO_FACT + "max_loras": "lora_config.max_loras",
+    # Independent data-parallel engines are told a size of 1; this keeps what the user asked for.
+    INFO_FACT + "dp_size": "parallel_config.elastic_ep_max_dp_size",
 }
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")

@@ -11,8 +11,9 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 """
 
 import logging
+import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 
@@ -32,9 +33,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvdisk.errors import DirectoryInUseError
 from kvdisk.resident import Resident
 from kvdisk.service import Service
-from kvdisk.store import Presence
+from kvdisk.store import Change, Presence
 from kvdisk.vllm.lookups import Lookups, group_of
 from kvdisk.vllm.metrics import StatsReporter
 from kvdisk.vllm.requests import Groups, Request
@@ -47,6 +49,12 @@ REFUSALS_MAX = 16
 """Steps in a row that an offer is put off before the request is cut."""
 
 RESET_S_MAX = 10.0
+
+OPEN_RETRY_S = 30.0
+"""Between attempts to open a store that another server still holds."""
+
+EVENTS_A_STEP_MAX = 2000
+"""Of the KV events that one step hands out: each costs the scheduler some 16 us, and a restart finds millions."""
 
 
 class KVDiskManager(OffloadingManager):
@@ -80,6 +88,8 @@ class KVDiskManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_service: Callable[[], Service] | None = open_service
+        self._open_at = -math.inf
+        self._reset_at_open = False
         self._service: Service | None = None
         self._groups = groups
         self._group_ids = group_ids
@@ -112,17 +122,26 @@ class KVDiskManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def _start(self, open_service: Callable[[], Service]) -> None:
-        self._open_service = None
+        """Open the store. An engine that serves without its cache is worth more than one that is gone."""
+        if self._clock() < self._open_at:
+            return
         try:
             self._service = open_service()
+        except (DirectoryInUseError, OSError) as error:  # the server that this one replaces may still be ending
+            self._open_at = self._clock() + OPEN_RETRY_S
+            logger.error("KV offloading is OFF until %s is over; trying again in %d s", error, OPEN_RETRY_S)
+            return
         except Exception:
-            # An engine that serves without its cache is worth more than one that is gone.
+            self._open_service = None
             logger.exception("KV offloading to disk is OFF: the store could not be opened")
             return
+        self._open_service = None
         store = self._service.store
         self._lookups = Lookups(store, self._service.pump, self._groups, self.counters, self._clock)
         if self._emit_events:  # what was found on disk is news to whoever listens
-            store.events = [(key, True) for key in store.index]
+            store.events = deque((key, Change.STORED) for key in store.index)
+        if self._reset_at_open:
+            self._disown_all(self._service)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Take back its pins; transfers under way go on."""
@@ -252,12 +271,24 @@ class KVDiskManager(OffloadingManager):
         fits_soon = not service.store.can_reserve(units) and service.store.could_reserve(units)
         return fits_soon and request.refusals < REFUSALS_MAX
 
+    def _parent_of(self, key: bytes, group: int, position: int, request: Request) -> bytes:
+        """The chunk without which `key` can never be hit, as far as it is known; b"" if none is.
+
+        A Mamba state is offered before the full-attention chunk of the same step that ends with it. Their keys differ
+        in the group only.
+        """
+        for head, end in self._groups.parent_position(group, position):
+            if end == position and head != group:
+                return key[:-4] + head.to_bytes(4, "big")
+            if parent := request.chain.get((head, end)):
+                return parent
+        return b""
+
     def _reserve(self, new: list[tuple[int, bytes]], request: Request, service: Service) -> dict[bytes, Resident]:
         accepted: dict[bytes, Resident] = {}
         for position, key in new:
             group = group_of(key)
-            above = (request.chain.get(place, b"") for place in self._groups.parent_position(group, position))
-            parent = next(filter(None, above), b"")
+            parent = self._parent_of(key, group, position, request)
             parts = service.store.parts_of(group)
             resident = service.store.reserve(key, group, parts, position, parent if parent != key else b"")
             if resident is None:
@@ -314,16 +345,18 @@ class KVDiskManager(OffloadingManager):
         return self._service is not None and self._service.store.busy
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What entered and left the disk since the last call."""
-        store = self._service.store if self._service is not None else None
-        if store is None or not store.events:
+        """What entered and left the disk since the last call, or the first of it.
+
+        vLLM keeps what it says of a chunk until the chunk left the CPU, whoever owns it, so a chunk that is nowhere any
+        more leaves the CPU, too.
+        """
+        events = self._service.store.events if self._service is not None else None
+        if not events:
             return ()
-        events, store.events = store.events, []
+        taken = [events.popleft() for _ in range(min(EVENTS_A_STEP_MAX, len(events)))]
         return [
-            OffloadingEvent(
-                [OffloadKey(key) for key, _ in run], Medium.STORAGE, removed=not stored, locality=Locality.LOCAL
-            )
-            for stored, run in groupby(events, key=lambda event: event[1])
+            _event(change, [OffloadKey(key) for key, _ in run])
+            for change, run in groupby(taken, key=lambda event: event[1])
         ]
 
     # ---- reset
@@ -335,6 +368,7 @@ class KVDiskManager(OffloadingManager):
         """
         service = self._service
         if service is None or self._lookups is None:
+            self._reset_at_open = not self._reset_keeps_disk
             return
         for request in self._requests.values():
             self._lookups.release(request)
@@ -342,8 +376,10 @@ class KVDiskManager(OffloadingManager):
             request.cut = None
         self._pump()
         self._enter_quarantine()
-        if self._reset_keeps_disk:
-            return
+        if not self._reset_keeps_disk:
+            self._disown_all(service)
+
+    def _disown_all(self, service: Service) -> None:
         service.store.reset()
         if not service.write_epoch_now(RESET_S_MAX):
             logger.error(
@@ -404,3 +440,11 @@ class KVDiskManager(OffloadingManager):
         self._service = None
         self._lookups = None
         self._open_service = None
+
+
+def _event(change: Change, keys: list[OffloadKey]) -> OffloadingEvent:
+    if change is Change.GONE:
+        # 0.33 can be told that this is nobody's news.
+        quiet = {"metadata_only": True} if hasattr(OffloadingEvent, "metadata_only") else {}
+        return OffloadingEvent(keys, Medium.CPU, removed=True, locality=Locality.LOCAL, **quiet)
+    return OffloadingEvent(keys, Medium.STORAGE, removed=change is Change.REMOVED, locality=Locality.LOCAL)

@@ -69,12 +69,15 @@ class KVDiskOffloadingSpec(OffloadingSpec):
     # ---- worker side
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker of this rank; a second call (elastic scaling) replaces worker and share."""
+        """The worker of this rank. A second call (elastic scaling) gets a new worker over the same share, which the
+        manager may have mapped already.
+
+        Raises:
+            RuntimeError: outside vLLM's worker, or a second call with another layout; that takes a restart.
+        """
         config = self.config
-        if self._worker is not None:
-            share, worker = self._worker
-            worker.shutdown()
-            rendezvous.withdraw(config.engine_id, share)
+        if get_current_vllm_config_or_none() is None:
+            raise RuntimeError("get_worker needs vLLM's current config: without it nobody can tell whose KV this is")
         facts = collect_facts(config, kv_caches)
         facts.update(_group_kinds(config))
         layers = [group.layer_names for group in config.groups]
@@ -84,7 +87,13 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         reads_rank_0 = self.replicated_layout and rank > 0
         unit_count = 0 if reads_rank_0 else self._units_a_rank()
         in_one_process = facts.get(INFO_FACT + "executor_backend") == "uni" and config.parallel.world_size == 1
-        share = Share.create(geometry, unit_count, shared=not in_one_process)
+        if self._worker is None:
+            share = Share.create(geometry, unit_count, shared=not in_one_process)
+        else:
+            share, before = self._worker
+            before.shutdown()
+            if share.geometry.to_json() != geometry.to_json():
+                raise RuntimeError("the KV caches of a running engine were laid out anew; restart it to offload again")
         rendezvous.offer(config.engine_id, share)
         timeout = self._adapter.rendezvous_timeout_s
         units = rendezvous.find(config.engine_id, 0, timeout) if reads_rank_0 else None
@@ -131,7 +140,7 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         unit_count = min(share.unit_count for share in home)
         self._check_sizes(parts, unit_count)
         for path in adapter.options.root_dir:
-            self._check_root(path)
+            self._check_root(path, self._engines(shares[0].geometry))
         units = {group_id: round_up(max(parts[group_id]), UNIT_BYTES) // UNIT_BYTES for group_id in group_ids}
         chunk_tokens = {group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in config.groups}
         groups = Groups(chunk_tokens, units, self._windows(shares[0].geometry, chunk_tokens), unit_count)
@@ -174,10 +183,10 @@ class KVDiskOffloadingSpec(OffloadingSpec):
                 needed = format_size(8 * chunk)
                 raise ValueError(f"{what}; set cpu_bytes_to_use to at least {needed}, or lower blocks_per_chunk")
 
-    def _check_root(self, path: str) -> None:
+    def _check_root(self, path: str, engines: int) -> None:
         options = self._adapter.options
         cap = options.disk_bytes_to_use // len(options.root_dir)
-        share = cap // self.config.parallel.data_parallel_size
+        share = cap // engines
         needed = OVERHEAD_BYTES + SEGMENTS_MIN * segment_cost(options.segment_bytes)
         check_room(path, cap, share, needed, options.allow_shared_root)
 
@@ -206,6 +215,11 @@ class KVDiskOffloadingSpec(OffloadingSpec):
             )
         if self.offload_prompt_only:
             logger.info("kvdisk: only prompts are stored (offload_prompt_only, vLLM's default), not generated turns")
+        if geometry.facts.get(INFO_FACT + "max_loras") not in (None, "none", "unknown"):
+            logger.warning(
+                "kvdisk: vLLM tells LoRA adapters apart by name and path, not by weights; an adapter that was trained "
+                "again needs a new path, or another `namespace`, or it is served the old one's KV"
+            )
         mamba = _ids(geometry.facts.get(MAMBA_FACT))
         if mamba and self.blocks_per_chunk > 1:
             logger.warning(
@@ -242,7 +256,13 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         }
         index = config.parallel.data_parallel_index
         instances = (f"dp{index}", *(f"dp{index}-{spare}" for spare in range(1, 8)))
-        return Tenancy(identity, instances, config.parallel.data_parallel_size)
+        return Tenancy(identity, instances, self._engines(geometries[0]))
+
+    def _engines(self, geometry: Geometry) -> int:
+        """Data-parallel engines that share the cap. vLLM tells those of a dense model that they are alone."""
+        asked = geometry.facts.get(INFO_FACT + "dp_size")
+        told: int = self.config.parallel.data_parallel_size
+        return max(told, asked if isinstance(asked, int) else 1)
 
 
 def _group_kinds(config: OffloadingConfig) -> dict[str, str]:

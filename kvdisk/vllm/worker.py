@@ -121,6 +121,8 @@ class KVDiskWorker(OffloadingWorker):
         try:
             self._copier.start(job, certain, to_host=True)
         except RuntimeError as error:
+            if job.begin is None:
+                raise  # not even an event could be made: nothing was started, and nothing will work
             # The driver refused; some copies may have been started, so the job goes on, but its slots are worthless.
             job.counts.clear()
             for part in parts:

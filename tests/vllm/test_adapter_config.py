@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.config import set_current_vllm_config
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -205,6 +206,13 @@ def test_data_parallel_engines_have_instances_of_their_own_and_share_the_cap() -
     assert one.share == two.share == 2
 
 
+def test_engines_of_a_dense_model_share_the_cap_although_vllm_tells_each_that_it_is_alone() -> None:
+    facts = {**FACTS, "info.dp_size": 2}
+    alone = {"data_parallel_index": 1, "data_parallel_size": 1}
+    assert spec(REQUIRED, alone)._tenancy([geometry(facts)]).share == 2
+    assert spec(REQUIRED, alone)._tenancy([geometry(facts)]).identity == identity(geometry(FACTS))
+
+
 def namespaces(root: Path) -> set[str]:
     return {path.name for path in root.glob("root/ns-*")}
 
@@ -238,4 +246,42 @@ def test_a_second_engine_on_a_root_gets_an_instance_of_its_own_or_a_clear_error(
         harness.drop_gpu_cache()
         assert harness.serve([tokens])[0].pages_wrong == 0
     paths = {tuple(h.manager._service.instance_paths) for h in (first, second) if h.manager._service is not None}
-    assert len(paths) == 2 or "to disk is OFF" in caplog.text
+    assert len(paths) == 2 or "KV offloading is OFF until" in caplog.text
+
+
+def test_a_store_that_another_server_still_holds_is_opened_when_it_ends(engine: Engine) -> None:
+    """A rolling restart: the new server is up before the old one is gone, and the cap allows for one."""
+    now = [0.0]
+    old, new = engine(FULL), engine(FULL)
+    new.manager._clock = lambda: now[0]
+    tokens = list(range(3, 300))
+    old.serve([tokens])
+    assert new.serve([tokens])[0].cached_tokens == 0
+    assert new.manager._service is None
+    old.close()
+    new.drop_gpu_cache()
+    assert new.serve([tokens])[0].cached_tokens == 0, "not before it is time to try again"
+    now[0] += 31
+    new.drop_gpu_cache()
+    assert new.serve([tokens])[0].cached_tokens == 256
+
+
+def test_a_reset_before_the_store_was_opened_is_not_lost(engine: Engine) -> None:
+    first = engine(FULL)
+    tokens = list(range(3, 300))
+    first.serve([tokens])
+    first.close()
+    second = engine(FULL)
+    second.manager.reset_cache()
+    assert second.serve([tokens])[0].cached_tokens == 0
+
+
+def test_registering_the_caches_again_keeps_the_share_that_the_manager_knows(engine: Engine) -> None:
+    harness = engine(FULL)
+    tokens = list(range(3, 300))
+    harness.serve([tokens])
+    with set_current_vllm_config(harness.config):
+        harness.connector.register_kv_caches(harness.kv_caches)
+    harness.drop_gpu_cache()
+    (outcome,) = harness.serve([tokens])
+    assert (outcome.cached_tokens, outcome.pages_wrong) == (256, 0)
