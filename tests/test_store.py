@@ -1,8 +1,8 @@
 """The metadata plane alone, driven by completions made by hand: no disk, no clock, no thread."""
 
-from collections import deque
 import errno
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
