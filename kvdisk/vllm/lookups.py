@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, 
 
 from kvdisk.resident import Resident
 from kvdisk.store import Presence, Store
-from kvdisk.vllm.requests import Groups, Request
+from kvdisk.vllm.requests import NEVER, Groups, Request
 
 NO_SLOT_S_MAX = 10.0
 """A request that finds no slot for a chunk on disk is told to come back for this long, then to recompute."""
@@ -69,7 +69,7 @@ class Lookups:
     def answer(self, key: OffloadKey, request: Request, req_context: ReqContext) -> LookupResult:
         """Whether the chunk can be loaded; starts its promotion if it is on disk."""
         if request.step != self._step:
-            self._begin_scan(request)
+            self._begin_scan(key, request, req_context)
         if request.cutting:
             return self._cut_scan(key, request, req_context)
         resident = request.pins.get(key)
@@ -77,11 +77,9 @@ class Lookups:
             return self._first_answer(key, request, req_context)
         return LookupResult.HIT if resident.is_hit else LookupResult.HIT_PENDING
 
-    def _begin_scan(self, request: Request) -> None:
+    def _begin_scan(self, key: OffloadKey, request: Request, req_context: ReqContext) -> None:
         """The first lookup of a request in a step: is there anything to be learned from it?"""
-        # vLLM 0.32 asserts that a request loads nothing in the step that reports it as preempted. Where a reset of the
-        # GPU's cache preempts the running requests, that is the step in which they come back: they load in the next.
-        request.held_back = request.has_run and request.step < self._step - 1 and not request.held_back
+        request.held_back = self._comes_back(key, request, req_context)
         request.step = self._step
         self._pump()
         queued = request.req_id in self._queue
@@ -89,6 +87,18 @@ class Lookups:
         request.cutting = waits or request.held_back
         request.scanned.clear()
         self._counters["scans_cut"] += request.cutting
+
+    def _comes_back(self, key: OffloadKey, request: Request, req_context: ReqContext) -> bool:
+        """Whether the request may have run until just now: then it is held back for one step.
+
+        vLLM 0.32 asserts that a request loads nothing in the step that reports it as preempted. Where a reset of the
+        GPU's cache preempts the running requests, that is the step in which they come back. Nobody tells that a request
+        resumed without a load; but with the GPU's cache gone, its scan begins at the head again.
+        """
+        was_at_head = request.at_head
+        request.at_head = _position(key, req_context) <= self._groups.tokens_per_chunk[group_of(key)]
+        not_asked_since = request.step < self._step - 1 and not request.held_back
+        return request.has_run and (not_asked_since or (request.at_head and not was_at_head))
 
     def _is_waiting(self, request: Request) -> bool:
         """Whether a chunk it pinned is still on its way; lets go of those that failed."""
@@ -259,6 +269,8 @@ class Lookups:
     def release(self, request: Request) -> None:
         """Take back all pins of a request; if it comes again, it starts anew."""
         self._unpin_all(request)
+        request.step = NEVER
+        request.held_back = False
         request.gave_up = False
         self._waiting.pop(request.req_id, None)
         self._queue.pop(request.req_id, None)
@@ -271,8 +283,7 @@ class Lookups:
         """
         for request in scheduled:
             request.has_run = True
-            if request.req_id in self._waiting:
-                self.release(request)
+            self.release(request)
         if self._queue:
             head = self._waiting[next(iter(self._queue))]
             if head.step == self._step and head.starved_step != self._step and not head.cutting:

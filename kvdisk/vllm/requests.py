@@ -18,6 +18,9 @@ WINDOW_SHARE_MAX = 0.5
 WINDOW_SPARE_CHUNKS = 2
 """Beyond its window vLLM asks for one chunk if the last is partial, and for one more of a draft model's group."""
 
+NEVER = -1
+"""No step."""
+
 
 class Request:
     """See the module's docstring.
@@ -26,9 +29,10 @@ class Request:
         pins: slots that wait for `prepare_load`, by key. window_pins: those of windowed groups, by group.
         waits: keys that were being loaded when last looked at; while there are some, scans are cut short.
         pinned_units: by group id.
-        step: of the last lookup. cutting: this step's scan is being cut short. scanned: group -> position of its first
-            key in this step, while cutting.
-        has_run: it was scheduled before. held_back: its last scan was ended for that.
+        step: of the last lookup since it began to wait. cutting: this step's scan is being cut short. scanned:
+            group -> position of its first key in this step, while cutting.
+        has_run: it was scheduled before. at_head: its last scan began with the first chunk. held_back: its last scan
+            was cut short because it may have run until then.
         starved_step: step of the last lookup that found no slot. units_wanted: of that slot. gave_up: it has waited
             for slots long enough, what it finds no slot for is a miss.
         cut: stores end before this position; None: nothing was refused yet. refusals: in a row.
@@ -38,6 +42,7 @@ class Request:
     """
 
     __slots__ = (
+        "at_head",
         "chain",
         "counted",
         "cut",
@@ -64,12 +69,13 @@ class Request:
         self.window_pins: dict[int, dict[bytes, Resident]] = {}
         self.waits: dict[bytes, Resident] = {}
         self.pinned_units: dict[int, int] = {}
-        self.step = -1
+        self.step = NEVER
         self.cutting = False
         self.scanned: dict[int, int] = {}
         self.has_run = False
+        self.at_head = False
         self.held_back = False
-        self.starved_step = -1
+        self.starved_step = NEVER
         self.units_wanted = 0
         self.gave_up = False
         self.cut: int | None = None

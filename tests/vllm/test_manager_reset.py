@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from tests.vllm.desk import Desk, finished
 from tests.vllm.harness import POISON, Harness
@@ -198,6 +199,47 @@ def test_running_requests_survive_a_reset_of_the_gpu_cache(engine: Engine, reset
     outcomes = harness.run(requests)
     assert [outcome.pages_wrong for outcome in outcomes] == [0, 0]
     assert harness.manager.counters["chunks_loaded"] >= 8
+
+
+def test_a_request_survives_a_reset_in_the_step_after_its_first(engine: Engine) -> None:
+    harness = engine(FULL, {"reset_keeps_disk": True})
+    harness.serve([prompt(4)])
+    request = harness.add(prompt(4)[:-1] + prompt(10, 1))
+    harness.step()
+    assert (request.status.name, harness.cached_tokens[request.request_id]) == ("RUNNING", 4 * CHUNK)
+    assert harness.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert harness.run([request])[0].pages_wrong == 0
+    assert harness.manager.counters["chunks_loaded"] >= 4
+
+
+def test_a_request_survives_a_reset_in_the_step_after_it_resumed(engine: Engine) -> None:
+    """It resumes with what is left in the GPU's cache, so without a load: nobody tells the manager."""
+    half_a_chunk = {"max_num_batched_tokens": CHUNK // 2}  # a step without a store, which vLLM would wait for
+    harness = engine(FULL, {"reset_keeps_disk": True}, **half_a_chunk)
+    harness.serve([prompt(4)])
+    request = harness.add(prompt(4)[:-1] + prompt(10, 1))
+    for _ in range(2):
+        harness.step()
+    harness.scheduler.running.remove(request)
+    harness.scheduler._preempt_request(request, 0.0)
+    while request.status.name != "RUNNING":
+        harness.step()
+    assert harness.manager.counters["chunks_loaded"] == 0
+    assert harness.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert harness.run([request])[0].pages_wrong == 0
+    assert harness.manager.counters["chunks_loaded"] >= 4
+
+
+def test_a_request_loads_nothing_in_the_step_after_it_was_scheduled(engine: Engine) -> None:
+    """What it missed may be a hit by then."""
+    desk = Desk(engine(FULL))
+    request = desk.request(prompt(4))
+    assert desk.ask(request) == 0
+    desk.manager.on_schedule_end(ScheduleEndContext([request.request_id], ()))
+    desk.put(request, desk.keys(request), in_memory=True)
+    assert desk.ask(request) is None
+    desk.end_step()
+    assert desk.ask(request) == 4 * CHUNK
 
 
 def test_resets_before_the_first_request_and_in_a_row_are_harmless(engine: Engine) -> None:
