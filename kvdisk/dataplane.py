@@ -31,9 +31,9 @@ from kvdisk.commands import (
     WritePack,
 )
 from kvdisk.directory import Directory, segment_cost
-from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
+from kvdisk.open_files import OpenFiles
 from kvdisk.plan import Footprint, footprint, pack_size
 from kvdisk.units import UNIT_BYTES
 

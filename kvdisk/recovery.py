@@ -1,4 +1,4 @@
-"""Recovery: the packs that a scan found become rows of the index.
+"""Recovery: what a scan found becomes the segment table and the index.
 
 What must hold:
 - The newest version of a key decides, also where it cannot be used: it has a codec or cipher of another version, or no
@@ -11,35 +11,62 @@ Pure. Numbers come from a stranger: `is_usable` decides which of them the store 
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
-from kvdisk.commands import ScannedChunk, ScannedPack
+from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment
 from kvdisk.index import Index, Rows
-from kvdisk.segments import Segment, SegmentTable, SegmentUse
+from kvdisk.layout import SegmentHeader
+from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
 
 _key_of = attrgetter("key")
 _kind_of = attrgetter("group", "live_bytes", "stored_bytes", "readable")
 
 
 class Recovery:
-    """Fills an empty index.
+    """Fills an empty table and an empty index.
 
     Args:
-        index, table: of the store; the segments are in the table.
+        index, table: of the store.
         is_usable: of (group, live bytes, stored bytes): whether the store can hold such a chunk.
     """
 
     def __init__(self, index: Index, table: SegmentTable, is_usable: Callable[[int, int, int], bool]) -> None:
         self.absent: dict[bytes, SegmentUse] = {}  # keys whose newest version cannot be used -> where it lies
-        self.misfits = 0  # chunks that are not usable by their numbers
+        self.damaged = 0  # headers, and chunks that are not usable by their numbers
+        self.next_sequence = 1  # of segments: above all that were found
+        self.next_pack_sequence = 1
         self._index = index
         self._table = table
         self._is_usable = is_usable
         self._behind: dict[bytes, Segment] = {}  # keys found more than once -> where the oldest version so far lies
 
-    def fill(self, packs: Iterable[tuple[Segment, ScannedPack]]) -> None:
-        """Enter the newest version of each key; `packs` come newest first."""
+    def take(self, scans: Iterable[ScannedSegment], epoch: int) -> None:
+        """Take in the segments, and the newest version of each key; what is of another epoch is stale."""
+        packs: list[tuple[Segment, ScannedPack]] = []
+        for scan in sorted(scans, key=lambda s: s.header.sequence if s.header else 0):
+            segment = Segment(scan.file, SegmentState.EMPTY)
+            self._table.adopt(segment)
+            self.damaged += scan.damaged
+            if scan.header is not None:
+                self.next_sequence = max(self.next_sequence, scan.header.sequence + 1)
+                if scan.header.epoch == epoch:
+                    self._take_segment(segment, scan, scan.header)
+                    packs += [(segment, pack) for pack in scan.packs]
+        packs.sort(key=lambda one: one[1].sequence, reverse=True)
+        if packs:
+            self.next_pack_sequence = packs[0][1].sequence + 1
         self._index.fill(self._rows(packs))
 
+    def _take_segment(self, segment: Segment, scan: ScannedSegment, header: SegmentHeader) -> None:
+        segment.header = header
+        segment.on_disk = header.sequence
+        segment.state = SegmentState.SEALED if scan.sealed else SegmentState.OPEN
+        segment.tail = max((pack.offset + pack.pack_bytes for pack in scan.packs), default=header.alignment)
+        segment.raw_header_bytes = sum(len(pack.raw) for pack in scan.packs)
+        if not scan.sealed:
+            segment.pack_headers = {pack.offset: pack.raw for pack in scan.packs}
+        self._table.touch(segment.file.number)
+
     def _rows(self, packs: Iterable[tuple[Segment, ScannedPack]]) -> Iterator[Rows]:
+        """The newest version of each key that is usable; `packs` come newest first."""
         for segment, pack in packs:
             chunks = pack.chunks
             keys = set(map(_key_of, chunks))
@@ -83,5 +110,5 @@ class Recovery:
                 usable.append(chunk)
             else:
                 self.absent[chunk.key] = segment.use
-                self.misfits += chunk.readable
+                self.damaged += chunk.readable
         return usable

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from kvdisk import layout
 from kvdisk.bounce import BouncePool
 from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
-from kvdisk.files_cache import OpenFiles
 from kvdisk.io.protocol import Span
 from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
+from kvdisk.open_files import OpenFiles
 from kvdisk.units import MIB, round_up
 from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 

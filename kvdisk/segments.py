@@ -9,6 +9,7 @@ Invariants:
 Pure: decides, touches no file.
 """
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -17,6 +18,18 @@ from typing import NamedTuple
 from kvdisk import layout
 from kvdisk.commands import SegmentFile
 from kvdisk.layout import SegmentHeader
+
+FAILURES_MAX = 16
+"""Writes that fail in a row before a root is left alone."""
+
+PROBE_INTERVAL_S = 30.0
+"""For that long; then one write is tried."""
+
+FULL_INTERVAL_S = 30.0
+"""No new file for that long on a disk that refused space."""
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that refuse space; all others are failures."""
 
 
 class SegmentState(Enum):
@@ -77,6 +90,14 @@ class Segment:
         footer = layout.footer_bytes(self.raw_header_bytes + pack_raw_bytes, self.header.alignment)
         return self.header.segment_bytes - footer - self.tail
 
+    def empty(self) -> None:
+        """Nothing in the file counts any more; it is the first to be recycled."""
+        self.state = SegmentState.EMPTY
+        self.closing = False
+        self.pack_headers.clear()
+        self.raw_header_bytes = self.payload_bytes = 0
+        self.older.clear()
+
 
 @dataclass(eq=False, slots=True)
 class Root:
@@ -91,6 +112,18 @@ class Root:
     failures: int = 0  # writes that failed since the last that did not
     inflight_bytes: int = 0
     awaits: Segment | None = None  # of another root: what must be off the disk before something here can be recycled
+
+    def write_failed(self, now: float) -> None:
+        """A write failed, not for want of space; after many in a row the disk is left alone for an interval."""
+        self.failures += 1
+        if self.failures >= FAILURES_MAX:
+            self.broken_until = now + PROBE_INTERVAL_S
+
+    def refused_space(self, now: float, *, even_recycled: bool) -> None:
+        """No new file for an interval; no write at all where the disk refuses space even to a recycled segment."""
+        self.full_until = now + FULL_INTERVAL_S
+        if even_recycled:
+            self.broken_until = now + FULL_INTERVAL_S
 
 
 class SegmentTable:

@@ -1,4 +1,4 @@
-"""Flushing: dirty chunks become packs, packs fill segments, full segments are sealed, old ones recycled.
+"""Flushing: dirty chunks become packs, and packs fill segments.
 
 What must hold:
 - A chunk enters the index only when its pack was written without error, with the checksums of that write.
@@ -9,20 +9,20 @@ What must hold:
 Pure: `pump` is told the time, commands go out and completions come back as data.
 """
 
-import errno
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
 from kvdisk import layout
-from kvdisk.commands import Command, Completion, OpenSegment, PackChunk, SealSegment, WritePack
+from kvdisk.commands import Command, Completion, PackChunk, WritePack
+from kvdisk.eviction import Eviction
 from kvdisk.index import Extent, Index
-from kvdisk.layout import SegmentHeader
 from kvdisk.plan import pack_length, pack_size
 from kvdisk.resident import Resident, State
-from kvdisk.segments import Root, Segment, SegmentState, SegmentTable
+from kvdisk.rotation import Rotation, SegmentConfig
+from kvdisk.segments import NO_SPACE, Root, Segment, SegmentState, SegmentTable
+from kvdisk.stats import WriterStats
 
 PACK_BYTES_MAX = 32 << 20
 """Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
@@ -30,44 +30,9 @@ PACK_BYTES_MAX = 32 << 20
 PACKS_INFLIGHT = 2
 """A root: one pack is being hashed while another is on its way; what waits meanwhile makes the next pack larger."""
 
-FAILURES_MAX = 16
-PROBE_INTERVAL_S = 30.0
-FULL_INTERVAL_S = 30.0
-REWRITE_FRACTION_MAX = 0.1
-"""Heads written again may add this much to the bytes written: a write amplification of 1.1 at most."""
-
-PREOPEN_SEGMENTS_MIN = 16
-"""Roots with fewer segments hold none ready ahead: it would cost them too large a share of their capacity."""
-
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-@dataclass(frozen=True)
-class WriterConfig:
-    """What every segment of this namespace instance has in common. Sizes in bytes."""
-
-    alignment: int
-    segment_bytes: int
-    fingerprint: bytes
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """Counters since open; bytes are live bytes unless they say otherwise."""
-
-    bytes_flushed: int = 0
-    bytes_rewritten: int = 0
-    bytes_written: int = 0  # packs, as sent to the disk
-    chunks_flushed: int = 0
-    chunks_not_flushed: int = 0
-    chunks_evicted: int = 0
-    segments_recycled: int = 0
-    writes_failed: int = 0
-    writes_no_space: int = 0
-
 
 class Writer:
-    """Owns the dirty queue and the segments; fills the index.
+    """Owns the dirty queue and the packs on their way; fills the index.
 
     Args:
         config: of all segments.
@@ -85,7 +50,7 @@ class Writer:
 
     def __init__(
         self,
-        config: WriterConfig,
+        config: SegmentConfig,
         index: Index,
         table: SegmentTable,
         *,
@@ -97,25 +62,31 @@ class Writer:
         on_indexed: Callable[[list[bytes]], None],
         on_dropped: Callable[[list[bytes]], None],
     ) -> None:
-        self.config = config
         self.index = index
         self.table = table
         self.stats = WriterStats()
-        self.epoch = 0
-        self.next_sequence = 1  # of segments
         self.next_pack_sequence = 1
-        self._rng = rng
+        self._eviction = Eviction(
+            index, table, self.stats, resident_of=resident_of, requeue=self._requeue, on_dropped=on_dropped
+        )
+        self._rotation = Rotation(
+            config,
+            table,
+            self.stats,
+            rng=rng,
+            new_id=new_id,
+            late=late,
+            issue=self._issue,
+            recycle=self._eviction.recycle,
+        )
+        self._alignment = config.alignment
         self._new_id = new_id
         self._late = late
         self._resident_of = resident_of
         self._settle = settle
         self._on_indexed = on_indexed
-        self._on_dropped = on_dropped
         self._dirty: OrderedDict[Resident, None] = OrderedDict()
-        self._ahead: dict[int, Segment] = {}  # root -> the segment opened before it is needed
         self._packs: dict[int, tuple[WritePack, list[Resident], int]] = {}  # with the bytes of the pack
-        self._opening: dict[int, tuple[OpenSegment, Segment]] = {}
-        self._sealing: dict[int, Segment] = {}
         self._out: list[Command] = []
 
     # ---- what the store calls
@@ -123,8 +94,12 @@ class Writer:
     @property
     def busy(self) -> bool:
         """Whether anything is unflushed or on its way; what is late has failed already."""
-        late = sum(1 for one in self._late if one in self._packs or one in self._sealing)
-        return bool(self._dirty) or len(self._packs) + len(self._sealing) > late
+        return bool(self._dirty) or any(one not in self._late for one in self._packs) or self._rotation.busy
+
+    @property
+    def epoch(self) -> int:
+        """Of the segments that are opened now."""
+        return self._rotation.epoch
 
     def unflushed(self) -> list[Resident]:
         """What is on its way to the disk, or waits for that."""
@@ -146,11 +121,11 @@ class Writer:
         """The commands that can be issued at `now` (seconds, of any monotonic clock)."""
         if self._dirty:
             for root in self.table.roots:
-                self._prepare(root, now)
+                self._rotation.prepare(root, now)
             while self._dirty and (pack := self._next_pack(now)) is not None:
                 root, batch = pack
                 self._issue_pack(root, batch)
-                self._prepare(root, now)
+                self._rotation.prepare(root, now)
             if self._dirty and not any(self._is_hopeful(root, now) for root in self.table.roots):
                 self._give_up()
         out, self._out = self._out, []
@@ -160,153 +135,33 @@ class Writer:
         """Take a completion if it is of a command from here; whether it was."""
         if completion.id in self._packs:
             self._pack_done(completion, now)
-        elif completion.id in self._opening:
-            self._open_done(completion, now)
-        elif completion.id in self._sealing:
-            self._seal_done(completion)
-        else:
-            return False
-        return True
+            return True
+        return self._rotation.complete(completion, now)
+
+    def resume(self, epoch: int, next_sequence: int, next_pack_sequence: int, *, reopen: bool) -> None:
+        """Go on after a recovery.
+
+        Args:
+            epoch: of the segments that count.
+            next_sequence: above that of every segment.
+            next_pack_sequence: above that of every pack.
+            reopen: whether open segments may be written to again.
+        """
+        self.next_pack_sequence = next_pack_sequence
+        self._rotation.resume(epoch, next_sequence, reopen=reopen)
 
     def reset(self, epoch: int) -> None:
         """Start a new epoch: nothing written so far counts any more. The caller forgets residents and index."""
-        self.epoch = epoch
-        while self._dirty:
-            self._keep_in_memory(self._dirty.popitem(last=False)[0])
-        self._ahead.clear()
-        for root in self.table.roots:
-            root.current = None
-        for segment in self.table:
-            segment.on_disk = None  # of an epoch that has ended: recovery does not want it
-            if segment.state in (SegmentState.OPEN, SegmentState.SEALED):
-                _empty(segment)
+        self._give_up()
+        self._rotation.reset(epoch)
 
-    # ---- segments
+    def _requeue(self, resident: Resident) -> None:
+        """A CLEAN chunk is to be written again."""
+        self.add((resident,))
+        self._settle(resident)
 
-    def _prepare(self, root: Root, now: float) -> None:
-        """See that the root has an open segment, and the next one ready when this one is half full."""
-        if now < root.broken_until:
-            return
-        if root.current is None:
-            root.current = self._ahead.pop(root.index, None) or self._open(root, now)
-        current = root.current
-        wants_next = root.segments_max >= PREOPEN_SEGMENTS_MIN and root.index not in self._ahead
-        half = self.config.segment_bytes // 2
-        if wants_next and current is not None and current.state is SegmentState.OPEN and current.tail > half:
-            following = self._open(root, now)
-            if following is not None:
-                self._ahead[root.index] = following
-
-    def _open(self, root: Root, now: float) -> Segment | None:
-        """Issue the opening of a segment: an empty file, else a new one, else the one that eviction gives up."""
-        if root.awaits is not None and root.awaits.state is SegmentState.OPENING:
-            return None
-        segment = next((s for s in root.segments if s.state is SegmentState.EMPTY and s.idle), None)
-        recycle = True
-        if segment is None and len(root.segments) < root.segments_max and now >= root.full_until:
-            segment, recycle = self.table.new_file(root), False
-        elif segment is None:
-            segment = self.table.victim(root, self.index.live_of_segment)
-            if segment is None or now < self.table.roots[segment.file.root].broken_until:
-                return None
-            self._evict(segment)
-        self._issue_open(segment, recycle)
-        if segment.file.root != root.index:
-            root.awaits = segment
-            return None
-        return segment
-
-    def _issue_open(self, segment: Segment, recycle: bool) -> None:
-        config = self.config
-        nonce = self._rng.getrandbits(64)
-        segment.header = SegmentHeader(
-            config.alignment, config.segment_bytes, self.next_sequence, nonce, self.epoch, config.fingerprint
-        )
-        self.next_sequence += 1
-        segment.state = SegmentState.OPENING
-        segment.tail = config.alignment
-        segment.writers += 1
-        command = OpenSegment(self._new_id(), segment.file, segment.header, recycle)
-        self._opening[command.id] = (command, segment)
+    def _issue(self, command: Command) -> None:
         self._out.append(command)
-
-    def _open_done(self, completion: Completion, now: float) -> None:
-        command, segment = self._opening[completion.id]
-        root = self.table.roots[segment.file.root]
-        if not completion.late:
-            del self._opening[completion.id]
-        self._writer_left(segment, completion)
-        if completion.settled:
-            _empty(segment)
-            return
-        if completion.error == 0:
-            segment.on_disk = command.header.sequence
-            if root.current is segment or self._ahead.get(root.index) is segment:
-                segment.state = SegmentState.OPEN
-                self.table.touch(segment.file.number)
-            else:
-                _empty(segment)  # the epoch has ended meanwhile, or only its old content had to go
-            return
-        if root.current is segment:
-            root.current = None
-        if self._ahead.get(root.index) is segment:
-            del self._ahead[root.index]
-        if completion.error in _NO_SPACE:
-            self.stats.writes_no_space += 1
-            root.full_until = now + FULL_INTERVAL_S
-            if command.recycle:
-                root.broken_until = now + FULL_INTERVAL_S
-        else:
-            self._count_failure(root, now)
-        segment.state = SegmentState.LOST  # until it settles nobody may touch it
-        if not completion.late:
-            self.table.remove(segment)  # the data plane has removed the file
-
-    def _evict(self, victim: Segment) -> None:
-        """Empty the index of a segment's chunks; save the heads that others need, where that is allowed."""
-        number = victim.file.number
-        gone: list[bytes] = []
-        for key in self._needed(number):
-            if self.index.segment_of(key) == number and not self._rewrite(key):
-                gone += self.index.drop(key)
-        for key in self.index.keys_of_segment(number):
-            gone += self.index.drop(key)
-        self.index.forget_segment(number)
-        _empty(victim)
-        self.stats.segments_recycled += 1
-        self.stats.chunks_evicted += len(gone)
-        self._on_dropped(gone)
-
-    def _needed(self, number: int) -> list[bytes]:
-        """The chunks here that chunks elsewhere need, and their prefixes here: each once, prefixes first."""
-        index = self.index
-        found: dict[bytes, None] = {}
-        for key in index.keys_of_segment(number):
-            if not index.has_child_outside(key, number):
-                continue
-            chain: dict[bytes, None] = {}
-            up: bytes | None = key
-            while up is not None and up not in found and up not in chain and index.segment_of(up) == number:
-                chain[up] = None
-                up = index.parent_of(up)
-            found.update(dict.fromkeys(reversed(chain)))
-        return list(found)
-
-    def _rewrite(self, key: bytes) -> bool:
-        """Queue a head again from its slot, if it has one and the write amplification allows; whether it is saved."""
-        resident = self._resident_of(key)
-        if resident is None or not resident.is_hit:
-            return False
-        if resident.state is State.CLEAN:
-            size = resident.live_bytes
-            stored = self.stats.bytes_flushed - self.stats.bytes_rewritten
-            if self.stats.bytes_rewritten + size > REWRITE_FRACTION_MAX * stored:
-                return False
-            self.stats.bytes_rewritten += size
-            self.add((resident,))
-            self._settle(resident)
-        self.index.drop_only(key)
-        return True
 
     # ---- packs
 
@@ -327,8 +182,8 @@ class Writer:
         if ready and not self._will_take(next(iter(self._dirty)), now):
             # The segment with the version it replaces is newer than all that are open. One opened now is newer still.
             root, _ = max(ready, key=lambda one: one[1].tail)
-            self._retire_current(root)
-            self._prepare(root, now)
+            self._rotation.retire(root)
+            self._rotation.prepare(root, now)
         return None
 
     def _will_take(self, resident: Resident, now: float) -> bool:
@@ -345,7 +200,7 @@ class Writer:
         return now >= root.broken_until and (root.current is not None or any(s.moves for s in root.segments))
 
     def _give_up(self) -> None:
-        """No root takes writes: what waits stays in memory only, so that its slots can be used again."""
+        """What waits stays in memory only, so that its slots can be used again."""
         while self._dirty:
             self._keep_in_memory(self._dirty.popitem(last=False)[0])
 
@@ -370,11 +225,11 @@ class Writer:
         segment = root.current
         assert segment is not None
         assert segment.header is not None
-        alignment = self.config.alignment
+        alignment = self._alignment
         sizes = [resident.stored_bytes for resident in batch]
         count = pack_length(sizes, segment.room(0), alignment)
         if count == 0:
-            self._retire_current(root)
+            self._rotation.retire(root)
             return
         taken = batch[:count]
         for resident in taken:
@@ -393,12 +248,7 @@ class Writer:
             if resident.replaces is not None and resident.replaces != segment.use:
                 segment.older.add(resident.replaces)
         self._packs[command.id] = (command, taken, pack_bytes)
-        self._out.append(command)
-
-    def _retire_current(self, root: Root) -> None:
-        segment, root.current = root.current, None
-        assert segment is not None
-        self.close_segment(segment)
+        self._issue(command)
 
     def _pack_done(self, completion: Completion, now: float) -> None:
         command, residents, pack_bytes = self._packs[completion.id]
@@ -414,7 +264,7 @@ class Writer:
                 self._pack_failed(residents, segment, root, completion, now)
         if not completion.late:
             del self._packs[completion.id]
-        self._writer_left(segment, completion)
+        self._rotation.write_ended(segment, completion)
         if completion.settled:
             for resident in residents:
                 resident.pins -= 1
@@ -428,7 +278,7 @@ class Writer:
         if current:
             segment.pack_headers[command.offset] = completion.pack_header
             self.table.touch(segment.file.number)
-        offset = command.offset + layout.pack_header_bytes(len(residents), self.config.alignment)
+        offset = command.offset + layout.pack_header_bytes(len(residents), self._alignment)
         number = segment.file.number
         entered = []
         entered_bytes = 0
@@ -459,16 +309,15 @@ class Writer:
     ) -> None:
         if root.current is segment:
             root.current = None
-        self.close_segment(segment)
+        self._rotation.close(segment)
         retry = []
-        if completion.error in _NO_SPACE and not completion.late:
+        if completion.error in NO_SPACE and not completion.late:
             self.stats.writes_no_space += 1
-            root.full_until = now + FULL_INTERVAL_S
-            if any(r.retries for r in residents):
-                root.broken_until = now + FULL_INTERVAL_S
+            root.refused_space(now, even_recycled=any(r.retries for r in residents))
             retry = [r for r in residents if r.retries == 0 and not r.forgotten]
         else:
-            self._count_failure(root, now)
+            self.stats.writes_failed += 1
+            root.write_failed(now)
         if segment.header is not None and segment.on_disk == segment.header.sequence:
             for resident in residents:
                 resident.replaces = segment.use  # the disk may have taken it all the same
@@ -481,52 +330,3 @@ class Writer:
             if resident.state is State.FLUSHING:
                 resident.pins += int(completion.late)
                 self._keep_in_memory(resident)
-
-    def _count_failure(self, root: Root, now: float) -> None:
-        self.stats.writes_failed += 1
-        root.failures += 1
-        if root.failures >= FAILURES_MAX:
-            root.broken_until = now + PROBE_INTERVAL_S
-
-    def _writer_left(self, segment: Segment, completion: Completion) -> None:
-        """A write ended, or is late: then it may still land."""
-        if completion.late:
-            segment.late += 1
-            return
-        segment.late -= completion.settled
-        segment.writers -= 1
-        if segment.closing:
-            self.close_segment(segment)
-
-    def close_segment(self, segment: Segment) -> None:
-        """No more packs for this segment; seal it when its last write has ended."""
-        if segment.state is not SegmentState.OPEN:
-            return
-        segment.closing = True
-        if segment.writers:
-            return
-        assert segment.header is not None
-        headers = [raw for _, raw in sorted(segment.pack_headers.items())]
-        footer = layout.encode_footer(headers, segment.header)
-        segment.state = SegmentState.SEALED
-        segment.pack_headers.clear()
-        segment.writers += 1
-        command = SealSegment(self._new_id(), segment.file, self.config.segment_bytes - len(footer), footer)
-        self._sealing[command.id] = segment
-        self._out.append(command)
-
-    def _seal_done(self, completion: Completion) -> None:
-        """A footer that could not be written costs recovery a scan, nothing else."""
-        self.stats.writes_failed += int(completion.error != 0)
-        self._writer_left(self._sealing[completion.id], completion)
-        if not completion.late:
-            del self._sealing[completion.id]
-
-
-def _empty(segment: Segment) -> None:
-    """Nothing in the file counts any more; it is the first to be recycled."""
-    segment.state = SegmentState.EMPTY
-    segment.closing = False
-    segment.pack_headers.clear()
-    segment.raw_header_bytes = segment.payload_bytes = 0
-    segment.older.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvdisk import layout, store
+from kvdisk import layout
 from kvdisk.commands import (
     Command,
     Completion,
@@ -24,9 +24,8 @@ from kvdisk.commands import (
 from kvdisk.index import Extent, Index
 from kvdisk.layout import SegmentHeader
 from kvdisk.resident import Resident, State
-from kvdisk.segments import SegmentState
+from kvdisk.segments import FAILURES_MAX, FULL_INTERVAL_S, PROBE_INTERVAL_S, SegmentState
 from kvdisk.store import Change, Presence, Store, StoreConfig
-from kvdisk.writer import FAILURES_MAX, FULL_INTERVAL_S, PROBE_INTERVAL_S
 
 ALIGNMENT = 4096
 SEGMENT_BYTES = 256 << 10
@@ -109,7 +108,7 @@ def evict_residents(b: Bench, keys: list[bytes]) -> None:
         resident = b.store.resident(key)
         if resident is not None:
             assert resident.can_evict()
-            b.store._lost_slot(resident)
+            b.store._slots._lose(resident)
             b.store.arena.release(resident.run)
 
 
@@ -534,7 +533,7 @@ def reads(commands: list[Command]) -> list[ReadChunks]:
 def test_reads_go_out_first_come_first_served_and_no_more_than_a_slow_disk_can_read_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
     b = bench(segments_max=(8,), unit_count=128)
     keys = chunks_on_disk(b, 24, 4)[::-1]
     slots = {key: b.store.promote(key) for key in keys}
@@ -551,7 +550,7 @@ def test_reads_go_out_first_come_first_served_and_no_more_than_a_slow_disk_can_r
 
 
 def test_a_slow_disk_costs_no_chunk_that_it_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
     b = bench(segments_max=(8,), unit_count=128)
     keys = chunks_on_disk(b, 24, 4)
     for key in (*keys[::2], *keys[1::2]):  # no two are neighbours
@@ -571,7 +570,7 @@ def test_a_slow_disk_costs_no_chunk_that_it_was_not_asked_for(monkeypatch: pytes
 def test_nobody_waits_longer_than_one_more_deadline_for_a_disk_that_reads_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
     b = bench(segments_max=(8, 8), unit_count=256)
     keys = chunks_on_disk(b, 40, 4)
     for key in keys:
@@ -585,7 +584,7 @@ def test_nobody_waits_longer_than_one_more_deadline_for_a_disk_that_reads_nothin
 
 
 def test_a_reset_gives_back_the_slots_of_reads_that_nobody_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "READ_BYTES_OUT_MAX", 16 * 4096)
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
     b = bench(segments_max=(8,), unit_count=128)
     for key in chunks_on_disk(b, 24, 4):
         b.store.promote(key)
@@ -665,10 +664,10 @@ def test_what_a_segment_holds_for_others_is_found_in_one_walk_prefixes_first(mon
         return parent_of(key)
 
     monkeypatch.setattr(b.store.index, "parent_of", counted)
-    assert b.store.writer._needed(0) == keys
+    assert b.store.writer._eviction._needed(0) == keys
     assert steps == len(keys)
     b.store.index.add(keys[0], Extent(0, 0, 1, 0, 0), keys[-1])  # a loop, as only a stranger's bytes can form
-    assert sorted(b.store.writer._needed(0)) == sorted(keys)
+    assert sorted(b.store.writer._eviction._needed(0)) == sorted(keys)
 
 
 def test_a_segment_being_read_is_not_recycled() -> None:
@@ -792,13 +791,13 @@ def test_a_new_version_goes_to_a_newer_segment_elsewhere_if_its_root_is_broken()
 
 def test_places_of_old_bytes_are_forgotten_once_their_segments_were_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes no packs: each of them may have landed, so each segment holds what may come back."""
-    monkeypatch.setattr(store, "REPLACED_MIN", 8)
+    monkeypatch.setattr("kvdisk.replaced.REPLACED_MIN", 8)
     b = bench(segments_max=(3,), unit_count=32)
     for n in range(400):
         b.put(b"%d" % n, 2)
         b.run(errno.EIO, (WritePack,))
         b.now += PROBE_INTERVAL_S
-    known = b.store._replaced
+    known = b.store._replaced._uses
     assert len(known) <= max(8, 2 * sum(b.store.table.is_on_disk(use) for use in known.values()) + 1)
     assert len(known) < 50
 
@@ -840,7 +839,7 @@ def test_recovery_keeps_the_newest_pack_of_a_key_and_only_the_current_epoch() ->
     assert extent is not None
     assert extent.checksum == 11
     assert list(b.store.index) == [b"k"]
-    assert b.store.writer.next_sequence == 8
+    assert b.store.writer._rotation.next_sequence == 8
     assert b.store.writer.next_pack_sequence == 10
     assert {s.file.number for s in b.store.table if s.state is SegmentState.EMPTY} == {2, 3}
 
