@@ -11,6 +11,7 @@ from the tail until a window of hits. What must hold:
   all that is pinned belongs to the queue: then the last gives its pins up, so that the head always gets on.
 - Nobody queues longer than NO_SLOT_S_MAX: then what has no slot is a miss, and the request loads what it has.
 - A scan that cannot change its outcome is cut short (3,600 keys cost vLLM 3.7 ms): the request is deferred as before.
+  So is the scan of a request that vLLM itself delays, because another is loading what it would load.
 """
 
 from collections import Counter, OrderedDict
@@ -63,6 +64,7 @@ class Lookups:
         self._queue: OrderedDict[str, float] = OrderedDict()  # requests that found no slot -> since when
         self._held: dict[Resident, int] = {}  # slots that requests wait for or load from -> how many requests
         self._held_units = 0
+        self._loading: dict[bytes, int] = {}  # key -> ticket of the last load of it
 
     # ---- lookups
 
@@ -83,8 +85,10 @@ class Lookups:
         request.step = self._step
         self._pump()
         queued = request.req_id in self._queue
-        waits = not self._may_go_on(request) if queued else self._is_waiting(request)
+        waits = not self._may_go_on(request) if queued else self._is_waiting(request) or self._is_delayed(key, request)
         request.cutting = waits or request.held_back
+        if not request.cutting:
+            request.scanned_during = self._loading.get(key)
         request.scanned.clear()
         self._counters["scans_cut"] += request.cutting
 
@@ -108,6 +112,15 @@ class Lookups:
             elif resident.is_hit:
                 del request.waits[key]
         return bool(request.waits)
+
+    def _is_delayed(self, key: bytes, request: Request) -> bool:
+        """Whether vLLM waits for another request's load of this one's first chunk.
+
+        For loads within a step (0.33), or without its prefix caching, it does not wait. So it has to have scanned the
+        request in full during this load, and not scheduled it.
+        """
+        load = self._loading.get(key)
+        return load is not None and load == request.scanned_during and key in request.pins
 
     def _cut_scan(self, key: bytes, request: Request, req_context: ReqContext) -> LookupResult:
         """Answers that end vLLM's scan of each group soon, and defer the request.
@@ -237,6 +250,16 @@ class Lookups:
             del self._held[resident]
             self._held_units -= resident.run.units
         self.store.unpin(resident)
+
+    def begin_load(self, ticket: int, keys: Iterable[bytes]) -> None:
+        """These chunks are being loaded until `end_load`."""
+        self._loading.update(dict.fromkeys(keys, ticket))
+
+    def end_load(self, ticket: int, keys: Iterable[bytes]) -> None:
+        """They are not, or vLLM has forgotten it."""
+        for key in keys:
+            if self._loading.get(key) == ticket:
+                del self._loading[key]
 
     def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
         self.hold(resident)

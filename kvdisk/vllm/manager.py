@@ -189,6 +189,7 @@ class KVDiskManager(OffloadingManager):
         self._remember(keys, request, req_context)
         lookups.release(request)
         ticket = self._next_ticket()
+        lookups.begin_load(ticket, keys)
         self._loading.setdefault(req_context.req_id, []).append((ticket, set(keys), residents))
         self.counters["chunks_loaded"] += len(residents)
         return self._spec(ticket, residents)
@@ -203,7 +204,9 @@ class KVDiskManager(OffloadingManager):
         jobs.remove(job)
         if not jobs:
             del self._loading[req_context.req_id]
-        for resident in job[2]:
+        ticket, _, residents = job
+        lookups.end_load(ticket, wanted)
+        for resident in residents:
             lookups.let_go(resident)
 
     # ---- stores
@@ -397,7 +400,9 @@ class KVDiskManager(OffloadingManager):
         self._storing.clear()
         self._quarantine += [(ticket, residents, []) for ticket, residents in stores.items()]
         for jobs in self._loading.values():
-            self._quarantine += [(ticket, [], residents) for ticket, _, residents in jobs]
+            for ticket, keys, residents in jobs:
+                self._lookups.end_load(ticket, keys)
+                self._quarantine.append((ticket, [], residents))
         self._loading.clear()
         assert len(self._quarantine) < TICKETS
 

@@ -33,6 +33,7 @@ class Request:
             group -> position of its first key in this step, while cutting.
         has_run: it was scheduled before. at_head: its last scan began with the first chunk. held_back: its last scan
             was cut short because it may have run until then.
+        scanned_during: the load of its first chunk that was under way in its last whole scan.
         starved_step: step of the last lookup that found no slot. units_wanted: of that slot. gave_up: it has waited
             for slots long enough, what it finds no slot for is a miss.
         cut: stores end before this position; None: nothing was refused yet. refusals: in a row.
@@ -56,6 +57,7 @@ class Request:
         "refusals",
         "req_id",
         "scanned",
+        "scanned_during",
         "starved_step",
         "step",
         "units_wanted",
@@ -72,6 +74,7 @@ class Request:
         self.step = NEVER
         self.cutting = False
         self.scanned: dict[int, int] = {}
+        self.scanned_during: int | None = None
         self.has_run = False
         self.at_head = False
         self.held_back = False

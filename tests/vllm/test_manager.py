@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvdisk.vllm.lookups import IDLE_STEPS_MAX, NO_SLOT_S_MAX
 from kvdisk.vllm.requests import Groups
@@ -276,6 +278,61 @@ def test_requests_without_a_slot_cost_a_few_lookups_a_step(engine: Engine) -> No
             desk.end_step()
             if step:
                 assert desk.lookup_count <= 3 * len(requests)
+
+
+def test_requests_delayed_by_a_load_cost_a_few_lookups_a_step(engine: Engine) -> None:
+    """vLLM waits for the first request's load of the prefix that all share, and scans the others again and again."""
+    desk = Desk(engine(layers(full()), {"blocks_per_chunk": 1, "cpu_bytes_to_use": "32MiB"}))
+    first, others = sharing_a_prefix(desk, 3600, 32)
+    desk.load(first, 3600 * 16)
+    for step in range(4):
+        desk.answers.clear()
+        assert {desk.ask(request) for request in others} == {None}
+        assert (desk.lookup_count <= 3 * len(others)) == (step > 0)  # vLLM itself delays it, to begin with
+        desk.end_step(loads_end=False)
+    loads_end(desk)
+    assert desk.ask(others[0]) == 3600 * 16
+
+
+def test_a_load_that_vllm_does_not_wait_for_defers_nobody(engine: Engine) -> None:
+    """Without its prefix caching: requests that share a prefix load it at the same time."""
+    desk = Desk(engine(layers(full()), {"blocks_per_chunk": 1}, enable_prefix_caching=False))
+    first, others = sharing_a_prefix(desk, 30, 3)
+    desk.load(first, 30 * 16)
+    for request in others:
+        assert desk.ask(request) == 30 * 16
+        desk.load(request, 30 * 16)
+        desk.end_step(loads_end=False)
+    loads_end(desk)
+
+
+def test_a_load_that_a_reset_ended_defers_nobody(engine: Engine) -> None:
+    desk = Desk(engine(layers(full()), {"blocks_per_chunk": 1, "reset_keeps_disk": True}))
+    first, (other, *_) = sharing_a_prefix(desk, 30, 1)
+    desk.load(first, 30 * 16)
+    for _ in range(2):
+        assert desk.ask(other) is None
+        desk.end_step(loads_end=False)
+    desk.connector.reset_cache()
+    for _ in range(2):  # it waits for GPU blocks
+        assert desk.ask(other) == 30 * 16
+        desk.end_step()
+
+
+def sharing_a_prefix(desk: Desk, chunks: int, count: int) -> tuple[Any, list[Any]]:
+    """A request, and others, that could all load the same chunks now."""
+    tokens = prompt(chunks, chunk=16)
+    first, *others = (desk.request(tokens) for _ in range(count + 1))
+    desk.put(first, desk.keys(first))
+    assert {desk.resolve(request) for request in (first, *others)} == {chunks * 16}
+    desk.end_step()
+    assert desk.ask(first) == chunks * 16
+    return first, others
+
+
+def loads_end(desk: Desk) -> None:
+    done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(desk.connector._jobs, 1))
+    desk.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
 
 
 # ---- pins
