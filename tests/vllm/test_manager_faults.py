@@ -216,7 +216,7 @@ def test_a_store_that_cannot_be_opened_turns_offloading_off(engine: Engine, capl
         (outcome,) = harness.serve([prompt(8)])
         assert (outcome.cached_tokens, outcome.pages_wrong) == (0, 0)
         harness.drop_gpu_cache()
-    assert len({record for record in caplog.records if "to disk is OFF" in record.message}) == 1
+    assert len({record for record in caplog.records if "KV offloading is OFF until" in record.message}) == 1
     assert "Read-only file system" in caplog.text
     assert harness.scheduler.reset_prefix_cache(reset_connector=True)
     harness.manager.on_reset_flushed()
