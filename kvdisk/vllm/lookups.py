@@ -81,6 +81,9 @@ class Lookups:
 
     def _begin_scan(self, key: OffloadKey, request: Request, req_context: ReqContext) -> None:
         """The first lookup of a request in a step: is there anything to be learned from it?"""
+        if request.has_run:  # preempted: it goes over its prefix again, and so do its stores
+            request.cut = None
+            request.refusals = 0
         request.held_back = self._comes_back(key, request, req_context)
         request.step = self._step
         self._pump()

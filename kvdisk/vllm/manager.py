@@ -6,7 +6,7 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 - HIT is said only of verified bytes in a pinned slot. A worker cannot report a failure (vLLM asserts success), so
   whatever can fail has failed before HIT.
 - Of an offer the longest prefix of positions is stored. A chunk left out is never offered again and orphans all behind
-  it, so a request that was cut stays cut; None ("offer it again") is said only when it can help soon.
+  it, so a request that was cut stays cut until it is preempted; None ("offer it again") is said only when it can help soon.
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
 """
 

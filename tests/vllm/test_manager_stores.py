@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from kvdisk.store import Presence
 from kvdisk.vllm.lookups import group_of
@@ -71,6 +72,21 @@ def test_a_request_that_was_cut_stays_cut(engine: Engine) -> None:
     assert desk.manager.counters["stores_cut"] == 60 - len(taken)
     other = desk.request(prompt(60))
     assert offer(desk, other, keys[:60]) == keys[len(taken) : 60], "another request fills the gap"
+
+
+def test_a_request_that_was_cut_and_preempted_stores_again(engine: Engine) -> None:
+    """vLLM begins at the head again, and then the slots may be there."""
+    desk = Desk(engine(FULL))
+    request = desk.request(prompt(60))
+    keys = desk.keys(request)
+    assert desk.ask(request) == 0
+    desk.manager.on_schedule_end(ScheduleEndContext([request.request_id], ()))
+    taken = offer(desk, request, keys[:50]) or []
+    assert 0 < len(taken) < 50
+    end_store(desk, request, taken)
+    desk.settle()
+    desk.ask(request)
+    assert offer(desk, request, keys[:60]) == keys[len(taken) : 60]
 
 
 def test_an_offer_that_fits_soon_is_put_off_and_then_taken_whole(engine: Engine) -> None:
