@@ -320,6 +320,11 @@ class Lookups:
                 self.release(request)
 
     @property
+    def step(self) -> int:
+        """Steps that have ended."""
+        return self._step
+
+    @property
     def held_units(self) -> int:
         """Units of the slots that requests wait for or load from."""
         return self._held_units

@@ -6,7 +6,8 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 - HIT is said only of verified bytes in a pinned slot. A worker cannot report a failure (vLLM asserts success), so
   whatever can fail has failed before HIT.
 - Of an offer the longest prefix of positions is stored. A chunk left out is never offered again and orphans all behind
-  it, so a request that was cut stays cut until it is preempted; None ("offer it again") is said only when it can help soon.
+  it, so a request that was cut stays cut until it is preempted; None ("offer it again") is said only when it can help
+  soon.
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
 """
 
@@ -213,8 +214,8 @@ class KVDiskManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Slots for the longest prefix of positions that fits; None: none now, offer them again."""
-        service = self._service
-        if service is None:
+        service, lookups = self._service, self._lookups
+        if service is None or lookups is None:
             return self._output(())
         self._pump()
         request = self._requests[req_context.req_id]
@@ -222,9 +223,13 @@ class KVDiskManager(OffloadingManager):
         new = self._new_chunks(keys, request, req_context, service)
         if not new:
             return self._output(())
-        accepted = {} if self._must_wait(new, request, service) else self._reserve(new, request, service)
-        if not accepted and request.refusals < REFUSALS_MAX:
-            request.refusals += 1
+        already_counted = request.refused_step == lookups.step  # a step has many offers, of Mamba states one by one
+        may_put_off = already_counted or request.refusals < REFUSALS_MAX
+        must_wait = may_put_off and self._fits_soon(new, service)
+        accepted = {} if must_wait else self._reserve(new, request, service)
+        if not accepted and may_put_off:
+            request.refusals += not already_counted
+            request.refused_step = lookups.step
             request.cut = None
             self.counters["stores_put_off"] += 1
             return None
@@ -268,11 +273,10 @@ class KVDiskManager(OffloadingManager):
             self._offers.popitem(last=False)
         return count >= self._store_threshold
 
-    def _must_wait(self, new: list[tuple[int, bytes]], request: Request, service: Service) -> bool:
+    def _fits_soon(self, new: list[tuple[int, bytes]], service: Service) -> bool:
         """Whether not all of it fits now, but will soon: waiting then cuts nothing."""
         units = sum(self._groups.units[group_of(key)] for _, key in new)
-        fits_soon = not service.store.can_reserve(units) and service.store.could_reserve(units)
-        return fits_soon and request.refusals < REFUSALS_MAX
+        return not service.store.can_reserve(units) and service.store.could_reserve(units)
 
     def _parent_of(self, key: bytes, group: int, position: int, request: Request) -> bytes:
         """The chunk without which `key` can never be hit, as far as it is known; b"" if none is.

@@ -36,7 +36,8 @@ class Request:
         scanned_during: the load of its first chunk that was under way in its last whole scan.
         starved_step: step of the last lookup that found no slot. units_wanted: of that slot. gave_up: it has waited
             for slots long enough, what it finds no slot for is a miss.
-        cut: stores end before this position; None: nothing was refused yet. refusals: in a row.
+        cut: stores end before this position; None: nothing was refused yet. refusals: steps in a row in which
+            an offer was put off. refused_step: the last of them.
         chain: (group, position) -> key, of all keys that were loaded or offered: for the parents of new chunks.
         counted: offered keys that were counted against `store_threshold`.
         from_disk: keys that were promoted for this request.
@@ -55,6 +56,7 @@ class Request:
         "pinned_units",
         "pins",
         "refusals",
+        "refused_step",
         "req_id",
         "scanned",
         "scanned_during",
@@ -83,6 +85,7 @@ class Request:
         self.gave_up = False
         self.cut: int | None = None
         self.refusals = 0
+        self.refused_step = NEVER
         self.chain: dict[tuple[int, int], bytes] = {}
         self.counted: set[bytes] = set()
         self.from_disk: set[bytes] = set()
