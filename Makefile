@@ -31,8 +31,10 @@ format: setup ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## kvdisk against fio on the disk of this checkout (ARGS="--root DIR --size 4GiB" to choose)
-	@PYTHONPATH=. $(BIN)/python bench/disk.py $(ARGS)
+bench: setup ## kvdisk beside fio and other caches on this checkout's disk, 15 minutes (ARGS="--root DIR" to choose)
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet 'matplotlib>=3.8'
+	@$(BIN)/python bench/compare.py --env-dir .venv/peers $(ARGS)
+	@$(BIN)/python bench/interference.py --rounds 3 $(ARGS)
 
 clean: ## remove .venv and what the tools left behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -135,10 +135,12 @@ class Job:
 
     Attributes:
         in_flight: (resident, when asked for in ns) of each, oldest first.
+        label: jobs with one label have one result; the direction unless given.
     """
 
-    def __init__(self, direction: str, keys: Iterable[bytes], iodepth: int, batch: int) -> None:
+    def __init__(self, direction: str, keys: Iterable[bytes], iodepth: int, batch: int, label: str = "") -> None:
         self.direction = direction
+        self.label = label or direction
         self.iodepth = iodepth
         self.batch = max(1, min(batch, iodepth))
         self.in_flight: list[tuple[Resident, int]] = []
@@ -272,18 +274,25 @@ class Workload:
 
     def readers(self, iodepth: int = 0, batch: int = 0, *, shuffle: Random | None = None) -> list[Job]:
         """Jobs that load the chunks written last, none of which is in memory then; each its own part of them."""
-        self.service.store.drop_slots()
-        count = self.setup.chunk_count // self.setup.numjobs
-        last = min(self.written, self.setup.chunk_count)
-        numbers = list(range(self.written - last, self.written))
+        keys = self.last_keys()
         if shuffle is not None:
-            shuffle.shuffle(numbers)
-        keys = [number.to_bytes(8, "little") for number in numbers]
-        return [self._job("read", keys[at : at + count], iodepth, batch) for at in range(0, last, count)]
+            shuffle.shuffle(keys)
+        count = self.setup.chunk_count // self.setup.numjobs
+        return [self._job("read", keys[at : at + count], iodepth, batch) for at in range(0, len(keys), count)]
 
-    def _job(self, direction: str, keys: Sequence[bytes], iodepth: int, batch: int) -> Job:
+    def reader(self, keys: Sequence[bytes], iodepth: int, batch: int, label: str) -> Job:
+        """A job that loads some of `last_keys`, with a result of its own under `label`."""
+        return self._job("read", keys, iodepth, batch, label)
+
+    def last_keys(self) -> list[bytes]:
+        """The chunks written last, a pass of them; none has a slot after this."""
+        self.service.store.drop_slots()
+        first = max(0, self.written - self.setup.chunk_count)
+        return [number.to_bytes(8, "little") for number in range(first, self.written)]
+
+    def _job(self, direction: str, keys: Sequence[bytes], iodepth: int, batch: int, label: str = "") -> Job:
         depth = iodepth or self.setup.iodepth
-        return Job(direction, keys, depth, batch or max(1, min(BATCH_BYTES // self.setup.bs, depth // 2)))
+        return Job(direction, keys, depth, batch or max(1, min(BATCH_BYTES // self.setup.bs, depth // 2)), label)
 
     # ---- running
 
@@ -295,7 +304,7 @@ class Workload:
         on_sample: Callable[[dict[str, Result]], None] | None = None,
         between: Callable[[], None] | None = None,
     ) -> dict[str, Result]:
-        """Run `jobs` side by side to their end; the results by direction.
+        """Run `jobs` side by side to their end; the results by label, which is the direction unless one was given.
 
         Args:
             until: after this time (of `time.monotonic`) nothing more is asked for.
@@ -305,10 +314,10 @@ class Workload:
         Raises:
             TimeoutError: nothing moved for STALL_S_MAX.
         """
-        depths = dict.fromkeys(("write", "read"), 0)
+        results: dict[str, Result] = {}
         for job in jobs:
-            depths[job.direction] += job.iodepth
-        results = {d: Result(d, self.setup, depth) for d, depth in depths.items() if depth}
+            result = results.setdefault(job.label, Result(job.direction, self.setup, 0))
+            result.iodepth += job.iodepth
         before, start = _cpu(), time.monotonic_ns()
         moved, moved_at, sampled_at = 0, start, start
         running = list(jobs)
@@ -317,12 +326,12 @@ class Workload:
             if now / 1e9 > until:
                 for job in running:
                     job.stop()
-            issued = [job.issue(self, results[job.direction]) for job in running]
+            issued = [job.issue(self, results[job.label]) for job in running]
             self.service.pump()
             for job in running:
-                job.collect(self, results[job.direction])
-            for direction in {job.direction for job in running if job.finished}:
-                results[direction].elapsed_ns = time.monotonic_ns() - start
+                job.collect(self, results[job.label])
+            for label in {job.label for job in running if job.finished}:
+                results[label].elapsed_ns = time.monotonic_ns() - start
             running = [job for job in running if not job.finished]
             total = sum(result.bytes + result.errors for result in results.values())
             if total > moved:
@@ -332,7 +341,7 @@ class Workload:
             if now - sampled_at > SAMPLE_S * 1e9:
                 sampled_at = now
                 for job in running:
-                    results[job.direction].elapsed_ns = now - start
+                    results[job.label].elapsed_ns = now - start
                 for result in results.values():
                     result.samples.append(((now - start) / 1e9, result.bytes))
                 if on_sample is not None:

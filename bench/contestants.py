@@ -1,0 +1,232 @@
+"""Peers as a comparison sees them: a process that takes commands, or fio, behind the same four calls."""
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from environments import AbsentError
+
+ANSWER_S_MAX = 300.0
+START_S_MAX = 120.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared. requests: at once. pages: "huge" or "4k". fresh: into new files, else over written ones."""
+
+    bs: int
+    total: int
+    requests: int = 1
+    pages: str = "huge"
+    fresh: bool = False
+
+    def __str__(self) -> str:
+        size = f"{self.bs // MIB} MiB" if self.bs >= MIB else f"{self.bs >> 10} KiB"
+        asked = "1 request" if self.requests == 1 else f"{self.requests} requests"
+        return f"{size}, {asked}, {'fresh' if self.fresh else 'recycled'}, {self.pages} pages"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pass: MB/s and CPU seconds a GiB."""
+
+    mb_per_s: float
+    cpu_s_per_gib: float
+
+
+class Contestant(Protocol):
+    """What takes part. Each call raises RuntimeError where the peer fails."""
+
+    name: str
+
+    def prepare(self, case: Case, directory: Path) -> None: ...
+
+    def measure(self, op: str) -> Sample: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ProcessContestant:
+    """A script of bench/peers/ in its own environment, started once for a whole comparison."""
+
+    def __init__(self, name: str, command: list[str], log: Path) -> None:
+        self.name = name
+        self._case: Case
+        self._log = log
+        with log.open("w") as errors:
+            # The first entry of PYTHONPATH is this checkout, for kvdisk's own sake; the peers do not import from it.
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+        try:
+            while not self._answer(START_S_MAX).get("ready"):
+                pass
+        except RuntimeError:
+            self.close()
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise AbsentError(lines[-1] if lines else "it does not start") from None
+
+    def prepare(self, case: Case, directory: Path) -> None:
+        """Make files and handles."""
+        self._case = case
+        self._ask(op="prepare", directory=str(directory), **asdict(case))
+
+    def measure(self, op: str) -> Sample:
+        """One pass of "store" or "load"."""
+        found = self._ask(op=op)
+        total = self._case.total // self._case.bs * self._case.bs
+        return Sample(total / found["seconds"] / 1e6, found["cpu"] * 2**30 / total)
+
+    def finish(self) -> None:
+        """End of the case."""
+        self._ask(op="finish")
+
+    def close(self) -> None:
+        """End of the peer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, **command: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise RuntimeError(f"{self.name} has ended ({error}); see {self._log}") from None
+        answer = self._answer(ANSWER_S_MAX)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next line that is an answer; libraries print before the peer can stop them."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        while True:
+            if not select.select([stdout], [], [], timeout_s)[0]:
+                raise RuntimeError(f"{self.name} does not answer; see {self._log}")
+            line = stdout.raw.readline() if hasattr(stdout, "raw") else stdout.readline()
+            if not line:
+                raise RuntimeError(f"{self.name} has ended; see {self._log}")
+            with contextlib.suppress(json.JSONDecodeError):
+                answer = json.loads(line)
+                if isinstance(answer, dict):
+                    return answer
+
+
+class Fio:
+    """fio at its best here: engine, fixed buffers, memory and depth are tried for each chunk size and direction."""
+
+    name = "fio best"
+
+    def __init__(self) -> None:
+        if shutil.which("fio") is None:
+            raise AbsentError("not installed (apt-get install fio)")
+        self._best: dict[tuple[int, str, str], tuple[str, ...]] = {}
+        self._case: Case
+        self._file: Path
+
+    def prepare(self, case: Case, directory: Path) -> None:
+        """Lay out the file, and find the best settings for this chunk size, pages and direction."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._case, self._file = case, directory / "fio.bin"
+        self._run("write", ("--ioengine=libaio", "--iodepth=16"))
+        for rw in ("write", "read"):
+            key = (case.bs, case.pages, rw)
+            if key not in self._best:
+                tried = {settings: self._run(rw, settings) for settings in self._settings(case)}
+                self._best[key] = max(tried, key=lambda settings: tried[settings].mb_per_s)
+
+    def measure(self, op: str) -> Sample:
+        """One pass at the best settings."""
+        rw = "write" if op == "store" else "read"
+        if op == "store" and self._case.fresh:
+            self._file.unlink(missing_ok=True)
+        return self._run(rw, self._best[self._case.bs, self._case.pages, rw])
+
+    def finish(self) -> None:
+        """Remove the file."""
+        self._file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Nothing runs between passes."""
+
+    def settings(self) -> dict[str, str]:
+        """What was found best, for the report."""
+        return {f"{rw} {bs >> 10} KiB, {pages} pages": " ".join(s) for (bs, pages, rw), s in self._best.items()}
+
+    def _settings(self, case: Case) -> Iterator[tuple[str, ...]]:
+        engines = (("--ioengine=io_uring", "--fixedbufs=0"), ("--ioengine=io_uring", "--fixedbufs=1"),
+                   ("--ioengine=libaio",))  # fmt: skip
+        memory = ["--mem=malloc"]
+        if case.pages == "huge" and _free_huge_bytes() >= 64 * case.bs:
+            memory.append("--mem=mmaphuge")
+        depths = (32, 64) if case.bs < MIB else (8, 32)
+        for engine, mem, depth in itertools.product(engines, memory, depths):
+            if mem == "--mem=malloc" or _free_huge_bytes() >= depth * case.bs:
+                yield (*engine, mem, f"--iodepth={depth}")
+
+    def _run(self, rw: str, settings: tuple[str, ...]) -> Sample:
+        case = self._case
+        command = [
+            "fio", "--name=fio", f"--filename={self._file}", f"--rw={rw}", f"--bs={case.bs}", f"--size={case.total}",
+            "--direct=1", "--fallocate=native", "--scramble_buffers=0", "--randrepeat=0", "--gtod_reduce=1",
+            "--output-format=json", *settings,
+        ]  # fmt: skip
+        if "--mem=malloc" in settings:
+            command.append("--iomem_align=4096")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"fio: {done.stderr.strip() or done.stdout.strip()}"[:300])
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        side = job[rw]
+        cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        return Sample(side["bw_bytes"] / 1e6, cpu * 2**30 / side["io_bytes"])
+
+
+def _free_huge_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free:"):
+            return int(line.split()[1]) * 2 * MIB
+    return 0
+
+
+@contextlib.contextmanager
+def huge_page_pool(size: int) -> Iterator[str]:
+    """A hugetlb pool for fio while this runs, where we may make one (root); says what it is.
+
+    fio cannot ask for transparent huge pages: without a pool it is measured on 4 KiB pages, and the comparison says so.
+    """
+    control = Path("/proc/sys/vm/nr_hugepages")
+    before = control.read_text().strip()
+    wanted = max(int(before), size // (2 * MIB))
+    try:
+        control.write_text(str(wanted))
+    except OSError:
+        pass
+    try:
+        free = _free_huge_bytes()
+        yield f"{free // MIB} MiB of hugetlb pages for fio" if free else "none: fio has 4 KiB pages only"
+    finally:
+        with contextlib.suppress(OSError):
+            control.write_text(before)
