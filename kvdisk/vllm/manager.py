@@ -225,12 +225,13 @@ class KVDiskManager(OffloadingManager):
             return self._output(())
         already_counted = request.refused_step == lookups.step  # a step has many offers, of Mamba states one by one
         may_put_off = already_counted or request.refusals < REFUSALS_MAX
+        cut_before = request.cut
         must_wait = may_put_off and self._fits_soon(new, service)
         accepted = {} if must_wait else self._reserve(new, request, service)
         if not accepted and may_put_off:
             request.refusals += not already_counted
             request.refused_step = lookups.step
-            request.cut = None
+            request.cut = cut_before
             self.counters["stores_put_off"] += 1
             return None
         request.refusals = 0

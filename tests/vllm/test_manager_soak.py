@@ -86,4 +86,6 @@ def test_whatever_happens_every_page_is_right_and_the_engine_comes_to_rest(
         (outcome,) = soak.harness.serve(soak.forest[:1])
         soak.harness.drop_gpu_cache()
         store.drop_slots()
-    assert outcome.pages_wrong == 0 < outcome.cached_tokens
+    assert outcome.pages_wrong == 0
+    # A state is stored only where a step of vLLM's happens to end on a chunk; without one there is no hit to be had.
+    assert outcome.cached_tokens > 0 or model == "full and state"
