@@ -333,8 +333,8 @@ def check_root(path: str, allow_shared_root: bool) -> None:
         )
     if not allow_shared_root and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
-            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):o}): chmod 700 {path}, "
-            f"or set allow_shared_root if you trust them"
+            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):o}): name a directory of your own in it, "
+            f"mkdir -m 700 {os.path.join(path, 'kvdisk')}, or set allow_shared_root if you trust them"
         )
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         raise ValueError(f"{path} is on a file system that is mounted read-only")

@@ -66,7 +66,7 @@ def test_a_root_that_cannot_be_used_is_refused_with_the_remedy_and_left_alone(ro
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_root_that_others_can_write_to_is_refused_unless_allowed(root: Path, mode: int) -> None:
     root.chmod(mode)
-    with pytest.raises(ValueError, match="chmod 700"):
+    with pytest.raises(ValueError, match="mkdir -m 700"):
         check_root(str(root), allow_shared_root=False)
     Directory(claim(root, shared=True)).close()
 
