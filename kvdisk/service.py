@@ -100,16 +100,14 @@ class Service:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdisk-data-plane", daemon=True)
         self._thread.start()
         try:
-            self.store, self.epoch_known = self._open(tenancy, unit_count, group_parts)
+            self.store = self._open(tenancy, unit_count, group_parts)
         except BaseException:
             self._shut()
             raise
 
     # ---- opening
 
-    def _open(
-        self, tenancy: Tenancy, unit_count: int, group_parts: dict[int, tuple[int, ...]] | None
-    ) -> tuple[Store, bool]:
+    def _open(self, tenancy: Tenancy, unit_count: int, group_parts: dict[int, tuple[int, ...]] | None) -> Store:
         alignment = self._call(self._start_engine())
         options = self._options
         identity = {
@@ -135,13 +133,13 @@ class Service:
         segments_max = tuple((d.granted_bytes - OVERHEAD_BYTES) // cost for d in self._directories)
         config = StoreConfig(fingerprint, options.segment_bytes, alignment, segments_max, unit_count, group_parts)
         store = Store(config, SystemRandom())
-        scans, epoch, known = self._call(self._scan(config))
+        scans, epoch = self._call(self._scan(config))
         # A killed owner's last writes may land after its locks are gone: its open segments are not written to again.
         store.recover(scans, epoch, resume=all(directory.closed_cleanly for directory in self._directories))
         # Above that of every pack there may be, also in files that could not be read this time.
         store.writer.next_pack_sequence = max(store.writer.next_pack_sequence, time.time_ns())
         self._log_start(store)
-        return store, known
+        return store
 
     async def _start_engine(self) -> int:
         options = self._options
@@ -153,7 +151,7 @@ class Service:
         self._transfer = Transfer(self._engine, alignment=alignment, timeout_s=options.io_timeout_s)
         return alignment
 
-    async def _scan(self, config: StoreConfig) -> tuple[list[ScannedSegment], int, bool]:
+    async def _scan(self, config: StoreConfig) -> tuple[list[ScannedSegment], int]:
         """What the directories hold, at most as many segments as each may have; and the epoch."""
         assert self._engine is not None
         self._plane = plane = DataPlane(
@@ -206,7 +204,7 @@ class Service:
             epoch += 1
         for directory in self._directories:
             directory.write_epoch(epoch, after_reset=False)
-        return kept, epoch, len(known) == len(records)
+        return kept, epoch
 
     def _log_start(self, store: Store) -> None:
         info = self.engine_info
