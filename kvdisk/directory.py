@@ -43,12 +43,12 @@ from kvdisk.private_files import (
 from kvdisk.units import format_size
 
 LEDGER = "kvdisk.ledger"
-_NAMESPACE = re.compile(r"ns-[0-9a-f]{32}")
-_INSTANCE = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
-_SEGMENT = re.compile(r"(\d{8})\.seg")
-_OURS_IN_INSTANCE = re.compile(r"lock|\d{8}\.seg")
-_HARMLESS = {"lost+found", ".Trash-0"}
-_CLOSED = "closed"
+NAMESPACE_NAME = re.compile(r"ns-[0-9a-f]{32}")
+INSTANCE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+SEGMENT_NAME = re.compile(r"(\d{8})\.seg")
+OURS_IN_INSTANCE = re.compile(r"lock|\d{8}\.seg")
+HARMLESS = {"lost+found", ".Trash-0"}
+CLOSED = "closed"
 
 OVERHEAD_BYTES = 96 << 10
 """Directories, ledger, lock and epoch files of one instance, generously: each takes a block or two of 4 KiB."""
@@ -91,7 +91,8 @@ class Directory:
         self._claim = claim
         check_root(claim.path, claim.allow_shared_root)
         self.namespace_path = os.path.join(claim.path, claim.namespace)
-        assert _NAMESPACE.fullmatch(claim.namespace) and all(_INSTANCE.fullmatch(name) for name in claim.instances)
+        assert NAMESPACE_NAME.fullmatch(claim.namespace)
+        assert all(INSTANCE_NAME.fullmatch(name) for name in claim.instances)
         self._lock: IO[str] | None = None
         with self._ledger() as ledger:
             make_private_directory(self.namespace_path)
@@ -113,7 +114,7 @@ class Directory:
     def segment_numbers(self) -> list[int]:
         """The segments there are, ascending."""
         names = os.listdir(self.instance_path)
-        return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := SEGMENT_NAME.fullmatch(name)))
 
     def segment_size(self, number: int) -> int:
         """Bytes of the segment's file, as its directory entry says."""
@@ -183,7 +184,7 @@ class Directory:
         lock, self._lock = self._lock, None
         assert lock is not None
         if clean:
-            rewrite(lock, _CLOSED)
+            rewrite(lock, CLOSED)
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold a duplicate, which closing does not unlock
         lock.close()
 
@@ -205,7 +206,7 @@ class Directory:
             lock(fd, wait_s)
             try:
                 before = file.read(1 << 20)
-                grants = _parse_grants(before)
+                grants = parse_grants(before)
                 yield grants
                 after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
                 if after != before:
@@ -234,7 +235,7 @@ class Directory:
     def _is_alive(self, grant_name: str) -> bool:
         """Whether a live process holds the instance's lock. Names come from a file, so they are checked."""
         namespace, _, instance = grant_name.partition("/")
-        if not _NAMESPACE.fullmatch(namespace) or not _INSTANCE.fullmatch(instance):
+        if not NAMESPACE_NAME.fullmatch(namespace) or not INSTANCE_NAME.fullmatch(instance):
             return False
         return is_locked(os.path.join(self._claim.path, namespace, instance, "lock"))
 
@@ -251,7 +252,7 @@ class Directory:
                 owners.append(f"{path} by pid {file.read(20).strip() or 'unknown'}")
                 file.close()
                 continue
-            self.closed_cleanly = file.read(20) in ("", _CLOSED)
+            self.closed_cleanly = file.read(20) in ("", CLOSED)
             rewrite(file, str(os.getpid()))
             return name, file
         raise DirectoryInUseError(f"in use: {', '.join(owners)}; stop that process or name another root or namespace")
@@ -267,9 +268,9 @@ class Directory:
     def _instances(self) -> Iterator[tuple[str, str]]:
         """(namespace path, instance path) of all of kvdisk's instances under the root."""
         for namespace in entries(self._claim.path):
-            if _NAMESPACE.fullmatch(namespace.name) and namespace.is_dir(follow_symlinks=False):
+            if NAMESPACE_NAME.fullmatch(namespace.name) and namespace.is_dir(follow_symlinks=False):
                 for instance in entries(namespace.path):
-                    if _INSTANCE.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
+                    if INSTANCE_NAME.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
                         yield namespace.path, instance.path
 
     def _used_bytes(self, skip_segments_of: str = "") -> int:
@@ -278,7 +279,7 @@ class Directory:
         for namespace, instance in self._instances():
             paths |= {namespace, os.path.join(namespace, "namespace.json"), os.path.join(namespace, "epoch"), instance}
             names = ["lock"] if instance == skip_segments_of else [entry.name for entry in entries(instance)]
-            paths |= {os.path.join(instance, name) for name in names if _OURS_IN_INSTANCE.fullmatch(name)}
+            paths |= {os.path.join(instance, name) for name in names if OURS_IN_INSTANCE.fullmatch(name)}
         return sum(allocated_bytes(path) for path in paths)
 
     def _remove_dead(self, wanted_bytes: int) -> int:
@@ -286,7 +287,7 @@ class Directory:
         dead = []
         for _, instance in self._instances():
             if instance != self.instance_path and not is_locked(os.path.join(instance, "lock")):
-                dead += [entry for entry in entries(instance) if _SEGMENT.fullmatch(entry.name)]
+                dead += [entry for entry in entries(instance) if SEGMENT_NAME.fullmatch(entry.name)]
         freed = 0
         for entry in sorted(dead, key=lambda e: modified(e.path)):
             if freed >= wanted_bytes:
@@ -341,7 +342,7 @@ def check_root(path: str, allow_shared_root: bool) -> None:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{path} is not writable by uid {os.geteuid()}; chmod or chown it")
     names = set(os.listdir(path))
-    foreign = sorted(name for name in names - _HARMLESS if name != LEDGER and not _NAMESPACE.fullmatch(name))
+    foreign = sorted(name for name in names - HARMLESS if name != LEDGER and not NAMESPACE_NAME.fullmatch(name))
     if foreign and LEDGER not in names:
         raise ValueError(
             f"{path} holds files that are not kvdisk's ({', '.join(foreign[:3])}); "
@@ -349,7 +350,7 @@ def check_root(path: str, allow_shared_root: bool) -> None:
         )
 
 
-def _parse_grants(raw: str) -> dict[str, Any]:
+def parse_grants(raw: str) -> dict[str, Any]:
     """The ledger's grants; whatever is not as we write it counts for nothing (live owners still hold their locks)."""
     try:
         grants = json.loads(raw)["grants"]

@@ -8,14 +8,14 @@ the walk looks ahead as far as writes can have been in flight. Payloads are not 
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Protocol
 
 from kvdisk import layout
-from kvdisk.bounce import BouncePool
 from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
-from kvdisk.io.protocol import Span
-from kvdisk.io.transfer import Transfer, TransferLateError
+from kvdisk.io.protocol import Memory, Span
+from kvdisk.io.transfer import TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
-from kvdisk.open_files import OpenFiles
 from kvdisk.units import MIB, round_up
 from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 
@@ -26,15 +26,36 @@ _HEADER_GUESS_BYTES = 64 << 10
 _TAIL_GUESS_BYTES = 64 << 10
 
 
+class Files(Protocol):
+    """Open files; see OpenFiles."""
+
+    def use(self, file: SegmentFile, path: str) -> AbstractAsyncContextManager[int]:
+        """The descriptor of `file`."""
+
+
+class Reads(Protocol):
+    """Reads; see Transfer."""
+
+    async def read(self, fd: int, offset: int, spans: Sequence[Span]) -> None:
+        """Fill `spans`."""
+
+
+class Scratch(Protocol):
+    """Memory to read into; see BouncePool."""
+
+    def take(self, size: int) -> AbstractContextManager[Memory]:
+        """At least `size` bytes."""
+
+
 class Scanner:
     """Reads the segments of one store. `fingerprint`: of the namespace; segments of another are not ours, nor are
     those of another size or alignment: all reads are aligned to ours."""
 
     def __init__(
         self,
-        files: OpenFiles,
-        transfer: Transfer,
-        bounce: BouncePool,
+        files: Files,
+        transfer: Reads,
+        bounce: Scratch,
         *,
         fingerprint: bytes,
         segment_bytes: int,
