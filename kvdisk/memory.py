@@ -19,7 +19,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -30,12 +30,14 @@ from kvdisk.io.protocol import Memory
 
 _HUGE_BYTES: Final = 2 << 20
 _PREFAULT_PIECE_BYTES: Final = 256 << 20
+_COLLAPSE_PIECE_BYTES: Final = 32 << 20
 _PREFAULT_THREADS_MAX: Final = 8
 
 # <linux/mman.h> and <asm-generic/mman-common.h>; Python's mmap module does not have these.
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -73,7 +75,9 @@ def private_memory(size: int) -> Memory:
 def shared_memory(size: int) -> tuple[Memory, int]:
     """Memory that other processes can map: a sealed memfd on the best pages there are, and its descriptor.
 
-    In order of preference: a hugetlb pool with room, shared transparent huge pages, 4 KiB pages. `pages` says which.
+    In order of preference: a hugetlb pool with room; transparent huge pages, which the kernel gives by itself where
+    `shmem_enabled` allows it and otherwise when it is told to collapse small pages (Linux 6.1); 4 KiB pages. `pages`
+    says what most of it got.
 
     Args:
         size: bytes wanted; rounded up to a multiple of 2 MiB. The memfd has the rounded size and can neither shrink
@@ -203,6 +207,8 @@ def _shared(size: int, memfd_flags: int, pages: str) -> tuple[Memory, int]:
         os.ftruncate(fd, size)
         memory = _map(size, mmap.MAP_SHARED, fd)
         _advise(memory, mmap.MADV_HUGEPAGE)
+        if not memfd_flags:
+            _collapse(memory)
         _prefault(memory, must_populate=memfd_flags != 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -283,19 +289,8 @@ def _prefault(memory: Memory, *, fresh: bool = True, must_populate: bool = False
         else:
             pages.max()
         return
-    starts = range(memory.address, memory.address + memory.size, _PREFAULT_PIECE_BYTES)
-    end = memory.address + memory.size
-
-    def populate(start: int) -> int:
-        return _populate(start, min(_PREFAULT_PIECE_BYTES, end - start))
-
     if code == 0:
-        threads = min(len(starts), len(os.sched_getaffinity(0)), _PREFAULT_THREADS_MAX)
-        if threads == 1:
-            code = next(filter(None, map(populate, starts)), 0)
-        else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-prefault") as pool:
-                code = next(filter(None, pool.map(populate, starts)), 0)
+        code = next(filter(None, _in_threads(_populate, memory, _PREFAULT_PIECE_BYTES)), 0)
     if code:
         _raise(code, memory.size)
 
@@ -307,6 +302,38 @@ def _populate(address: int, size: int) -> int:
         if code not in (errno.EINTR, errno.EAGAIN):
             return code
     return 0
+
+
+def _collapse(memory: Memory) -> None:
+    """Ask for huge pages in fresh shared memory, without privilege and whatever `shmem_enabled` says (but "deny").
+
+    The kernel collapses small pages into a huge one, so there must be one in every 2 MiB: it is touched in first. What
+    cannot be collapsed (an older kernel, no free huge page, a cgroup's limit) is left as it is.
+    """
+    if _populate(memory.address, mmap.PAGESIZE):
+        return  # no memory at all, which is for `_prefault` to say
+    if _collapse_range(memory.address, _HUGE_BYTES) != errno.EINVAL:
+        _in_threads(_collapse_range, memory, _COLLAPSE_PIECE_BYTES)
+
+
+def _collapse_range(address: int, size: int) -> int:
+    """One attempt at a range; 0 or an errno. After an error the kernel may have left the rest of the range alone."""
+    for start in range(address, address + size, _HUGE_BYTES):
+        code = _populate(start, mmap.PAGESIZE)
+        if code:
+            return code
+    return ctypes.get_errno() if _libc.madvise(address, size, _MADV_COLLAPSE) else 0
+
+
+def _in_threads(work: Callable[[int, int], int], memory: Memory, piece_bytes: int) -> list[int]:
+    """`work(address, size)` on each piece of `memory`, several at a time; the results."""
+    end = memory.address + memory.size
+    pieces = [(start, min(piece_bytes, end - start)) for start in range(memory.address, end, piece_bytes)]
+    threads = min(len(pieces), len(os.sched_getaffinity(0)), _PREFAULT_THREADS_MAX)
+    if threads == 1:
+        return [work(*piece) for piece in pieces]
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-prefault") as pool:
+        return list(pool.map(work, *zip(*pieces, strict=True)))
 
 
 def _shared_pages(memory: Memory) -> str:

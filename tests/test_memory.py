@@ -44,8 +44,7 @@ def test_private_memory_is_zero_and_writable_to_its_last_byte():
     assert memory.view[-1] == 7
 
 
-def test_memory_is_present_before_it_is_first_used():
-    memory = private_memory(4 * HUGE)
+def resident_bytes(memory) -> int:
     rows = Path("/proc/self/smaps").read_text().split("\n")
     rss = overlap = 0
     for row in rows:
@@ -55,7 +54,13 @@ def test_memory_is_present_before_it_is_first_used():
             overlap = min(high, memory.address + memory.size) - max(low, memory.address)
         elif overlap > 0 and head == "Rss:":
             rss += int(row.split()[1]) << 10
-    assert rss >= memory.size
+    return rss
+
+
+@pytest.mark.parametrize("make", [private_memory, lambda size: shared_memory(size)[0]], ids=["private", "shared"])
+def test_memory_is_present_before_it_is_first_used(make):
+    memory = make(4 * HUGE)
+    assert resident_bytes(memory) >= memory.size
 
 
 def test_pages_are_called_huge_only_when_most_of_them_are():
@@ -158,6 +163,44 @@ def test_shared_memory_is_the_same_bytes_in_another_mapping():
     assert theirs.size == mine.size
     assert theirs.address % HUGE == 0
     assert theirs.pages == mine.pages
+
+
+def test_shared_memory_is_on_huge_pages_where_the_kernel_can_collapse():
+    probe, fd = shared_memory(HUGE)
+    os.close(fd)
+    if memory_module._huge_bytes(probe) == 0:
+        pytest.skip("this kernel has neither MADV_COLLAPSE nor shared huge pages")
+    memory, fd = shared_memory(16 * HUGE)
+    theirs = map_shared_memory(fd, memory.size)
+    os.close(fd)
+    for one in (memory, theirs):
+        assert memory_module._residency(one)[1] * 2 > one.size or one.pages == "huge (hugetlb)"
+        assert one.pages.endswith("huge") or one.pages == "huge (hugetlb)"
+
+
+def test_what_cannot_be_collapsed_is_left_on_small_pages_and_is_present(monkeypatch):
+    monkeypatch.setattr(memory_module, "_MADV_COLLAPSE", 9999)  # as on kernels before 6.1
+    memory, fd = shared_memory(8 * HUGE)
+    os.close(fd)
+    huge = memory_module._residency(memory)[1] * 2 > memory.size
+    assert memory.pages == ("shared huge" if huge else "shared 4 KiB") or memory.pages == "huge (hugetlb)"
+    assert not np.frombuffer(memory.view, np.uint8).any()
+    assert resident_bytes(memory) >= memory.size
+
+
+def test_a_range_that_cannot_be_collapsed_does_not_cost_the_others_theirs(monkeypatch):
+    """As when no huge page is free just now."""
+    tried, collapse = [], memory_module._collapse_range
+
+    def fails_once(address: int, size: int) -> int:
+        tried.append(address)
+        return errno.ENOMEM if len(tried) == 1 else collapse(address, size)
+
+    monkeypatch.setattr(memory_module, "_collapse_range", fails_once)
+    memory, fd = shared_memory(4 * HUGE)
+    os.close(fd)
+    assert memory.pages == "huge (hugetlb)" or len(tried) > 1
+    assert resident_bytes(memory) >= memory.size
 
 
 def test_shared_memory_reaches_another_process():
