@@ -31,7 +31,8 @@ from kvdisk.commands import (
     WriteEpoch,
     WritePack,
 )
-from kvdisk.directory import Directory, segment_cost
+from kvdisk.directory import segment_cost
+from kvdisk.instance import Instance
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.open_files import OpenFiles
@@ -71,7 +72,7 @@ class DataPlane:
 
     def __init__(
         self,
-        directories: Sequence[Directory],
+        directories: Sequence[Instance],
         units: Sequence[Units],
         alignment: int,
         engine: Engine,

@@ -1,57 +1,40 @@
-"""One root directory: who owns what in it, and how many bytes kvdisk may take there.
+"""Claiming an instance under a root: who owns what, and how many bytes it was granted. See instance.py for the files.
 
-    ROOT/                       named by the operator; must exist
-      kvdisk.ledger             flock: serialises grants and reservations. JSON: who was granted how many bytes
-      ns-<32 hex>/              a namespace: 0700
-        namespace.json          what its name is a hash of, for people
-        epoch                   two records of layout.encode_epoch, for all instances
-        <instance>/             one writer at a time: 0700
-          lock                  flock for the writer's life; holds its pid, or "closed" after a clean end
-          00000000.seg ...      segments
-
-What must hold:
-- All of kvdisk's bytes under the root, counted by st_blocks whoever wrote them, never exceed the cap: a new segment is
-  reserved and created under the ledger's lock, and data of owners that are gone makes way first.
-- Files that kvdisk did not name are never opened, counted or removed; links are not followed.
-Everything blocks (microseconds to milliseconds); callers that serve a loop run it in a thread.
+A lock belongs to the open file and not to a process, so a data plane in a process of its own is lent the descriptor:
+the instance is free when both processes are gone, and not before.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator
+import time
 from dataclasses import dataclass
 from typing import IO, Any
 
-from kvdisk import layout
-from kvdisk.epoch import read_epoch, write_epoch
 from kvdisk.errors import DirectoryInUseError
-from kvdisk.private_files import (
-    allocated_bytes,
-    create_new,
-    entries,
-    is_locked,
-    lock,
-    make_private_directory,
-    modified,
-    rewrite,
-)
+from kvdisk.instance import INSTANCE_NAME as INSTANCE_NAME
+from kvdisk.instance import LEDGER as LEDGER
+from kvdisk.instance import NAMESPACE_NAME as NAMESPACE_NAME
+from kvdisk.instance import SEGMENT_NAME as SEGMENT_NAME
+from kvdisk.instance import Instance
+from kvdisk.instance import parse_grants as parse_grants
+from kvdisk.private_files import create_new, is_locked, make_private_directory, rewrite
+from kvdisk.processes import ProcessName, this_process
 from kvdisk.units import format_size
 
-LEDGER = "kvdisk.ledger"
-NAMESPACE_NAME = re.compile(r"ns-[0-9a-f]{32}")
-INSTANCE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
-SEGMENT_NAME = re.compile(r"(\d{8})\.seg")
-OURS_IN_INSTANCE = re.compile(r"lock|\d{8}\.seg")
 HARMLESS = {"lost+found", ".Trash-0"}
 CLOSED = "closed"
 
 OVERHEAD_BYTES = 96 << 10
 """Directories, ledger, lock and epoch files of one instance, generously: each takes a block or two of 4 KiB."""
+
+LINGER_S_MAX = 5.0
+"""How long a lock may outlast its owner, whose data plane ends when what it had in flight is done."""
+
+_LINGER_POLL_S = 0.005
+_HOLDER_BYTES = 64
 
 
 def segment_cost(segment_bytes: int) -> int:
@@ -77,96 +60,49 @@ class Claim:
     allow_shared_root: bool = False
 
 
-class Directory:
-    """A claimed root; `close` gives it back.
+class Directory(Instance):
+    """A claimed instance; `close` gives it back.
 
     Attributes:
-        instance, instance_path, namespace_path: what was claimed.
         granted_bytes: what this instance may use.
         closed_cleanly: whether the last owner ended with nothing in flight. A killed process may have writes in the
             kernel that land after its locks are gone.
+
+    Raises:
+        ValueError: the root cannot be used, or its cap is too small.
+        DirectoryInUseError: others hold all instances, or were granted the bytes.
     """
 
     def __init__(self, claim: Claim) -> None:
-        self._claim = claim
-        check_root(claim.path, claim.allow_shared_root)
-        self.namespace_path = os.path.join(claim.path, claim.namespace)
-        assert NAMESPACE_NAME.fullmatch(claim.namespace)
+        super().__init__(claim.path, claim.namespace, claim.instances[0], claim.cap_bytes)
         assert all(INSTANCE_NAME.fullmatch(name) for name in claim.instances)
+        self._claim = claim
         self._lock: IO[str] | None = None
+        check_root(claim.path, claim.allow_shared_root)
+        patient_until = time.monotonic() + LINGER_S_MAX
+        while not self._take(patient=time.monotonic() < patient_until):
+            time.sleep(_LINGER_POLL_S)
+
+    def _take(self, *, patient: bool) -> bool:
+        """Claim an instance; False if one to be had is only held by what is left of a dead owner."""
         with self._ledger() as ledger:
             make_private_directory(self.namespace_path)
-            self.instance, self._lock = self._lock_instance()
-            self.instance_path = os.path.join(self.namespace_path, self.instance)
+            self._lock = self._lock_instance(patient)
+            if self._lock is None:
+                return False
             try:
                 self.granted_bytes = self._grant(ledger)
                 self._describe()
             except BaseException:
                 self._unlock(clean=self.closed_cleanly)
                 raise
+        return True
 
-    # ---- files of the instance
-
-    def segment_path(self, number: int) -> str:
-        """Path of segment `number`."""
-        return os.path.join(self.instance_path, f"{number:08d}.seg")
-
-    def segment_numbers(self) -> list[int]:
-        """The segments there are, ascending."""
-        names = os.listdir(self.instance_path)
-        return sorted(int(match[1]) for name in names if (match := SEGMENT_NAME.fullmatch(name)))
-
-    def segment_size(self, number: int) -> int:
-        """Bytes of the segment's file, as its directory entry says."""
-        return os.lstat(self.segment_path(number)).st_size
-
-    def make_unique(self, taken: set[int]) -> list[int]:
-        """The segments there are, after renaming those whose number another root of this store has already."""
-        numbers = self.segment_numbers()
-        free = max([*numbers, *taken], default=-1) + 1
-        for position, number in enumerate(numbers):
-            if number in taken:
-                os.rename(self.segment_path(number), self.segment_path(free))
-                numbers[position] = free
-                free += 1
-        return numbers
-
-    def create_segment(self, number: int, cost_bytes: int, create: Callable[[str], int]) -> int:
-        """Reserve `cost_bytes` and call `create(path)` under the ledger's lock; its result.
-
-        Raises:
-            OSError: ENOSPC when the cap leaves no room even without the data of dead owners, or what `create` raises.
-        """
-        with self._ledger():
-            # Its own segments are not looked at one by one: there may be thousands, and each costs its full price.
-            mine = len(self.segment_numbers()) * cost_bytes
-            excess = mine + self._used_bytes(skip_segments_of=self.instance_path) + cost_bytes - self._claim.cap_bytes
-            if excess > 0:
-                excess -= self._remove_dead(excess)
-            if excess > 0:
-                raise OSError(errno.ENOSPC, f"disk_bytes_to_use leaves no room in {self._claim.path}")
-            return create(self.segment_path(number))
-
-    def trim_to_cap(self) -> None:
-        """Remove data of dead owners until the cap holds; it may have been lowered since they wrote it."""
-        with self._ledger():
-            excess = self._used_bytes() - self._claim.cap_bytes
-            if excess > 0:
-                self._remove_dead(excess)
-
-    def used_bytes(self) -> int:
-        """Bytes of kvdisk's under the root, by st_blocks."""
-        with self._ledger():
-            return self._used_bytes()
-
-    def read_epoch(self) -> layout.EpochRecord | None:
-        """The namespace's epoch, see `epoch.read_epoch`."""
-        return read_epoch(self._epoch_path)
-
-    def write_epoch(self, epoch: int, *, after_reset: bool = True) -> None:
-        """Make the namespace's epoch durable, see `epoch.write_epoch`. Instances share it: under the ledger's lock."""
-        with self._ledger():
-            write_epoch(self._epoch_path, epoch, after_reset)
+    @property
+    def lock_fd(self) -> int:
+        """Descriptor of the lock, to be lent: whoever has a duplicate keeps others out, as long as it is open."""
+        assert self._lock is not None
+        return self._lock.fileno()
 
     def close(self, *, clean: bool = True) -> None:
         """Give back grant and lock; files stay. Idempotent, and never waits long: somebody may hang with the ledger.
@@ -180,6 +116,12 @@ class Directory:
             ledger.pop(self._grant_name(self.instance), None)
         self._unlock(clean=clean)
 
+    def leave(self) -> None:
+        """Close, but leave the lock to whoever else has a duplicate of it. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
     def _unlock(self, *, clean: bool) -> None:
         lock, self._lock = self._lock, None
         assert lock is not None
@@ -188,31 +130,8 @@ class Directory:
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold a duplicate, which closing does not unlock
         lock.close()
 
-    # ---- the ledger
-
-    @property
-    def _epoch_path(self) -> str:
-        return os.path.join(self.namespace_path, "epoch")
-
     def _grant_name(self, instance: str) -> str:
-        return f"{self._claim.namespace}/{instance}"
-
-    @contextlib.contextmanager
-    def _ledger(self, wait_s: float | None = None) -> Iterator[dict[str, Any]]:
-        """The grants, locked; what the caller changed is written back. TimeoutError after `wait_s`, if given."""
-        path = os.path.join(self._claim.path, LEDGER)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "r+", encoding="utf-8", errors="replace") as file:
-            lock(fd, wait_s)
-            try:
-                before = file.read(1 << 20)
-                grants = parse_grants(before)
-                yield grants
-                after = json.dumps({"grants": grants}, indent=1, sort_keys=True)
-                if after != before:
-                    rewrite(file, after)
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # see _unlock
+        return f"{self.namespace}/{instance}"
 
     def _grant(self, ledger: dict[str, Any]) -> int:
         claim, mine = self._claim, self._grant_name(self.instance)
@@ -237,9 +156,13 @@ class Directory:
         namespace, _, instance = grant_name.partition("/")
         if not NAMESPACE_NAME.fullmatch(namespace) or not INSTANCE_NAME.fullmatch(instance):
             return False
-        return is_locked(os.path.join(self._claim.path, namespace, instance, "lock"))
+        return is_locked(os.path.join(self.root, namespace, instance, "lock"))
 
-    def _lock_instance(self) -> tuple[str, IO[str]]:
+    def _lock_instance(self, patient: bool) -> IO[str] | None:
+        """The locked file of the first instance that no live process owns; None to try again while one lingers.
+
+        Taking the next one meanwhile would cost a restarted engine its cache.
+        """
         owners = []
         for name in self._claim.instances:
             path = os.path.join(self.namespace_path, name)
@@ -249,12 +172,17 @@ class Directory:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                owners.append(f"{path} by pid {file.read(20).strip() or 'unknown'}")
+                text = file.read(_HOLDER_BYTES)
                 file.close()
+                holder = ProcessName.parse(text)
+                if patient and holder is not None and holder.is_dead:
+                    return None
+                owners.append(f"{path} by pid {text.partition(' ')[0] or 'unknown'}")
                 continue
-            self.closed_cleanly = file.read(20) in ("", CLOSED)
-            rewrite(file, str(os.getpid()))
-            return name, file
+            self.closed_cleanly = file.read(_HOLDER_BYTES) in ("", CLOSED)
+            rewrite(file, str(this_process()))
+            self.instance, self.instance_path = name, path
+            return file
         raise DirectoryInUseError(f"in use: {', '.join(owners)}; stop that process or name another root or namespace")
 
     def _describe(self) -> None:
@@ -262,41 +190,6 @@ class Directory:
         if not os.path.lexists(path):
             with open(path, "w", opener=create_new) as file:
                 json.dump(self._claim.identity, file, indent=1, sort_keys=True, default=str)
-
-    # ---- bytes
-
-    def _instances(self) -> Iterator[tuple[str, str]]:
-        """(namespace path, instance path) of all of kvdisk's instances under the root."""
-        for namespace in entries(self._claim.path):
-            if NAMESPACE_NAME.fullmatch(namespace.name) and namespace.is_dir(follow_symlinks=False):
-                for instance in entries(namespace.path):
-                    if INSTANCE_NAME.fullmatch(instance.name) and instance.is_dir(follow_symlinks=False):
-                        yield namespace.path, instance.path
-
-    def _used_bytes(self, skip_segments_of: str = "") -> int:
-        root = self._claim.path
-        paths = {root, os.path.join(root, LEDGER)}
-        for namespace, instance in self._instances():
-            paths |= {namespace, os.path.join(namespace, "namespace.json"), os.path.join(namespace, "epoch"), instance}
-            names = ["lock"] if instance == skip_segments_of else [entry.name for entry in entries(instance)]
-            paths |= {os.path.join(instance, name) for name in names if OURS_IN_INSTANCE.fullmatch(name)}
-        return sum(allocated_bytes(path) for path in paths)
-
-    def _remove_dead(self, wanted_bytes: int) -> int:
-        """Remove segments of instances that no live process owns, oldest first; bytes freed."""
-        dead = []
-        for _, instance in self._instances():
-            if instance != self.instance_path and not is_locked(os.path.join(instance, "lock")):
-                dead += [entry for entry in entries(instance) if SEGMENT_NAME.fullmatch(entry.name)]
-        freed = 0
-        for entry in sorted(dead, key=lambda e: modified(e.path)):
-            if freed >= wanted_bytes:
-                break
-            size = allocated_bytes(entry.path)
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-                freed += size
-        return freed
 
 
 def check_room(path: str, cap_bytes: int, share_bytes: int, needed_bytes: int, allow_shared_root: bool) -> None:
@@ -348,19 +241,3 @@ def check_root(path: str, allow_shared_root: bool) -> None:
             f"{path} holds files that are not kvdisk's ({', '.join(foreign[:3])}); "
             f"name an empty directory: mkdir -m 700 {os.path.join(path, 'kvdisk')}"
         )
-
-
-def parse_grants(raw: str) -> dict[str, Any]:
-    """The ledger's grants; whatever is not as we write it counts for nothing (live owners still hold their locks)."""
-    try:
-        grants = json.loads(raw)["grants"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {}
-    if not isinstance(grants, dict):
-        return {}
-    return {
-        name: {"bytes": grant["bytes"], "pid": grant["pid"]}
-        for name, grant in grants.items()
-        if isinstance(grant, dict)
-        and all(isinstance(grant.get(field), int) and grant[field] >= 0 for field in ("bytes", "pid"))
-    }

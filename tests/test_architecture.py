@@ -38,6 +38,8 @@ LAYERS = {
     "kvdisk.calls": 2,
     "kvdisk.open_files": 2,
     "kvdisk.directory": 2,
+    "kvdisk.instance": 2,
+    "kvdisk.processes": 2,
     "kvdisk.epoch": 2,
     "kvdisk.private_files": 2,
     "kvdisk.commands": 2,

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import kvdisk
+from kvdisk import directory as directory_module
 from kvdisk import layout
-from kvdisk.directory import LEDGER, OVERHEAD_BYTES, Claim, Directory, check_root, segment_cost
+from kvdisk.directory import OVERHEAD_BYTES, Claim, Directory, check_root, segment_cost
 from kvdisk.errors import DirectoryInUseError
+from kvdisk.instance import LEDGER
 
 KIB, MIB = 1 << 10, 1 << 20
 NAMES = ["ns-" + letter * 32 for letter in "abc"]
@@ -175,6 +177,63 @@ def test_an_instance_in_use_is_refused_with_the_pid_and_free_after_sigkill(root:
     assert directory.instance == "main", "a restart finds its own instance"
     assert directory.granted_bytes == 10 * MIB, "a dead owner's grant is void"
     directory.close()
+
+
+LINGER = """
+import os, sys
+from kvdisk.directory import Claim, Directory
+directory = Directory(Claim(sys.argv[1], sys.argv[2], {}, ("main", "other"), 10 << 20, 5 << 20, 1 << 20))
+if os.fork() == 0:  # as a data plane that was lent the lock
+    sys.stdin.read()
+    os._exit(0)
+print(directory.instance, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def linger(root: Path) -> "subprocess.Popen[str]":
+    """What is left of a killed owner: its lock, held until the standard input of this ends."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvdisk.__file__).parents[1])}
+    command = [sys.executable, "-c", LINGER, str(root), NAMES[0]]
+    child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline().split() == ["main"]
+    child.wait()
+    return child
+
+
+def test_a_lock_that_outlasts_its_owner_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = linger(root)
+
+    def look_again(seconds: float) -> None:
+        child.communicate()  # the lingering one ends; its standard output, too
+
+    monkeypatch.setattr(directory_module.time, "sleep", look_again)
+    directory = Directory(claim(root, instances=("main", "other")))
+    assert directory.instance == "main", "a restart finds its own instance"
+    assert not directory.closed_cleanly
+    directory.close()
+
+
+def test_a_lock_that_outlasts_its_owner_for_long_is_passed_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = linger(root)
+    monkeypatch.setattr(directory_module, "LINGER_S_MAX", 0.0)
+    directory = Directory(claim(root, instances=("main", "other"), share=5 * MIB))
+    assert directory.instance == "other"
+    child.communicate()
+    directory.close()
+
+
+def test_a_lent_lock_keeps_others_out_after_its_owner_left(root: Path) -> None:
+    directory = Directory(claim(root))
+    lent = os.dup(directory.lock_fd)
+    directory.leave()
+    with pytest.raises(DirectoryInUseError):
+        Directory(claim(root))
+    os.close(lent)
+    again = Directory(claim(root))
+    assert not again.closed_cleanly
+    again.close()
 
 
 def test_a_second_engine_takes_the_next_instance_and_what_is_left(root: Path) -> None:

@@ -34,7 +34,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvdisk.errors import RendezvousError
-from kvdisk.vllm.share import Share, process_start
+from kvdisk.processes import ProcessName, this_process
+from kvdisk.vllm.share import Share
 
 logger = logging.getLogger("kvdisk")
 
@@ -310,12 +311,8 @@ def _hash(engine_id: str) -> str:
 
 
 def _socket_name(engine_id: str, share: Share) -> str:
-    pid = os.getpid()
-    return f"{_hash(engine_id)}-{share.rank}-{pid}-{process_start(pid) or 0}-{_pid_namespace()}.sock"
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+    me = this_process()
+    return f"{_hash(engine_id)}-{share.rank}-{me.pid}-{me.start}-{me.namespace}.sock"
 
 
 def _list(directory: int) -> Iterator[_Offer]:
@@ -328,7 +325,7 @@ def _list(directory: int) -> Iterator[_Offer]:
 
 def _is_dead(one: _Offer) -> bool:
     """Whether its process is surely gone; another pid namespace's cannot be judged and is left alone."""
-    return one.pid_namespace == _pid_namespace() and process_start(one.pid) != one.start
+    return ProcessName(one.pid, one.start, one.pid_namespace).is_dead
 
 
 def _remove_stale(directory: int) -> None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvdisk.geometry import JSON_BYTES_MAX, Geometry
 from kvdisk.io.protocol import Memory
 from kvdisk.memory import map_shared_memory, private_memory, shared_memory
+from kvdisk.processes import process_start
 from kvdisk.units import UNIT_BYTES, round_up
 
 TICKETS: Final = 65536  # far more jobs than vLLM keeps in flight; two live tickets must not be this far apart
@@ -179,14 +180,3 @@ class Share:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):  # half-built, or at interpreter exit
             self.close()
-
-
-def process_start(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot: with the pid it names a process for good. None: gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name may hold spaces and parentheses; fields 3 onwards follow the last ')'.
-            after_name = file.read().rpartition(b")")[2].split()
-        return None if after_name[0] in (b"Z", b"X") else int(after_name[19])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -16,6 +16,7 @@ import pytest
 
 from kvdisk.errors import RendezvousError
 from kvdisk.geometry import Geometry, GroupGeometry, Page
+from kvdisk.processes import pid_namespace, process_start
 from kvdisk.vllm import rendezvous
 from kvdisk.vllm.share import Share
 
@@ -131,7 +132,7 @@ def test_sockets_of_the_dead_are_removed_and_those_of_other_pid_namespaces_are_n
 def test_a_reused_pid_is_not_taken_for_the_dead_worker(runtime):
     """The name of a dead worker whose pid now belongs to a live process, this one."""
     runtime.mkdir(0o700)
-    name = f"{rendezvous._hash(ENGINE)}-0-{os.getpid()}-1-{rendezvous._pid_namespace()}.sock"
+    name = f"{rendezvous._hash(ENGINE)}-0-{os.getpid()}-1-{pid_namespace()}.sock"
     (runtime / name).touch()
     with pytest.raises(RendezvousError, match="died after it had offered"):
         rendezvous.collect(ENGINE, 1, NOW_S)
@@ -193,7 +194,7 @@ def test_without_a_usable_runtime_directory_the_temp_directory_serves(monkeypatc
 @pytest.mark.parametrize("answer", [b"", b"kvdisk share 1\n", b"something else.\n"])
 def test_a_peer_that_talks_nonsense_is_reported_not_trusted(runtime, answer):
     runtime.mkdir(0o700)
-    name = f"{rendezvous._hash(ENGINE)}-0-{os.getpid()}-{rendezvous.process_start(os.getpid())}-1.sock"
+    name = f"{rendezvous._hash(ENGINE)}-0-{os.getpid()}-{process_start(os.getpid())}-1.sock"
     directory = os.open(runtime, os.O_RDONLY)
     server = socket.socket(socket.AF_UNIX)
     server.bind(rendezvous._reach(directory, name))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvdisk.geometry import Geometry, GroupGeometry, Page
-from kvdisk.vllm.share import _HEADER, POISONED, TICKETS, UNIT_BYTES, Share, process_start
+from kvdisk.processes import process_start
+from kvdisk.vllm.share import _HEADER, POISONED, TICKETS, UNIT_BYTES, Share
 
 GEOMETRY = Geometry(0, 1, 4, (GroupGeometry(0, 16, (Page(0, 100),)),), {"model": "x" * 10_000})
 
