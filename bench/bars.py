@@ -1,51 +1,100 @@
-"""The bars that a comparison covers (docs/performance.md), as verdicts on what was measured. Pure."""
+"""Bars and verdicts: what a figure was held against, in one form for every script here, which keeps them in its JSON.
+
+`REQUIREMENTS` are the rows of the table that `make bench` ends with (bench/summary.py). A row gathers the bars of its
+name, whichever script they came from; the worst of them is what the row shows. Pure.
+"""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from contestants import MIB, Case, Sample
-
-Samples = dict[str, dict[str, list[Sample]]]
-KVDISK, BARE, FIO, FS = "kvdisk", "kvdisk no checksums", "fio best", "vLLM fs tier"
-HASH_READS_MAX = 1.2  # of plain reads of the same bytes, for checksums
-SMALL = 128 << 10
+MET, MISSED, REPORTED = "met", "missed", "reported"
 
 
 class Bar(NamedTuple):
-    """One verdict, "met" or "missed": a rule, the case it was tried in, the bar and what was measured."""
+    """One verdict: what was tried in which case, the bar, and what was measured.
 
+    requirement: name of a row of REQUIREMENTS. verdict: MET, MISSED, or REPORTED where there is no bar. margin: of the
+    measured value to the bar, 1 at the bar and more beyond it, whichever the direction; for finding the worst.
+    """
+
+    requirement: str
     rule: str
     case: str
     bar: str
     measured: str
     verdict: str
+    margin: float = 1.0
 
 
-def ratios(mine: Sequence[Sample], theirs: Sequence[Sample]) -> list[float]:
-    """Bandwidth of one over the other's, in each round that both ran, sorted."""
-    return sorted(a.mb_per_s / b.mb_per_s for a, b in zip(mine, theirs, strict=False))
+class Requirement(NamedTuple):
+    """A row of the final table. script: whose JSON has its bars."""
+
+    name: str
+    what: str
+    bar: str
+    script: str
 
 
-def quoted(values: Sequence[float]) -> str:
+REQUIREMENTS = (
+    Requirement("load", "load bandwidth, one request and many", ">= 0.97 x fio at its best", "compare"),
+    Requirement("store", "store bandwidth, fresh and recycled", ">= 0.95 x fio at its best", "compare"),
+    Requirement("small chunks", "bandwidth at 128 KiB chunks", ">= 0.9 x that at 8 MiB", "compare"),
+    Requirement("cpu", "CPU on huge pages, no checksums", "<= 0.03 s/GiB, 0.06 at 128 KiB", "compare"),
+    Requirement("cpu checksums", "CPU with checksums", "+ 1.2 plain reads of the bytes", "compare"),
+    Requirement("checksums", "bandwidth with checksums", ">= 0.95 x that without", "compare"),
+    Requirement("fs tier", "bandwidth over vLLM's fs tier", ">= 1; 128 KiB: 1.3, store fresh 1.0", "compare"),
+    Requirement("fs tier cpu", "CPU over vLLM's fs tier, 128 KiB", "<= 1/5, neither hashing", "compare"),
+    Requirement("peers", "bandwidth over LMCache's and NIXL's clients", ">= 1", "compare"),
+    Requirement("peers cpu", "CPU over LMCache's and NIXL's clients", "<= 1, neither hashing", "compare"),
+    Requirement("busy owner", "bandwidth beside a scheduler that holds the GIL", ">= 0.9 x idle", "interference"),
+    Requirement("owner speed", "that scheduler's own speed", ">= 0.95 x without kvdisk", "interference"),
+    Requirement("read p99", "read p99 beside writes at full rate", "<= 1.5 x idle", "interference"),
+    Requirement("lookup", "lookup of a key, hit or miss", "< 1 us", "scale"),
+    Requirement("deferred", "32 deferred requests of 3,600 keys, a step", "<= 1 ms more", "scale"),
+    Requirement("prefix", "prefix of twice the arena loads", ">= 80 % of the arena", "scale"),
+    Requirement("overhead", "sealed packs' bytes / live bytes, 1 MiB and larger", "<= 1.02", "scale"),
+    Requirement("recovery", "index of 1 TB at 1 MiB chunks", "< 2 s", "scale"),
+    Requirement("linear", "recovery, memory and costs at 10^4 to 10^7 chunks", "linear or better", "scale"),
+    Requirement("index memory", "index memory a chunk", "<= 200 bytes", "scale"),
+    Requirement("ttft", "time to first token from a cold disk", "no bar", "vllm_ttft"),
+    Requirement("decode", "time per output token, offloading on over off", "<= 2 % change", "vllm_ttft"),
+    Requirement("store delay", "what stores add to a step", "<= the copy into the arena", "vllm_ttft"),
+    Requirement("compression", "compression: break-even disk bandwidth", "no bar", "compression"),
+    Requirement("faults", "crashes, torn writes, errnos: wrong bytes, dead engines", "0", "make test"),
+)
+
+
+def quoted(values: Sequence[float], digits: int = 2) -> str:
     """A median with its spread."""
-    return f"{statistics.median(values):.2f} [{values[0]:.2f}..{values[-1]:.2f}]"
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}..{max(values):.{digits}f}]"
 
 
-def cpu(samples: Sequence[Sample]) -> float:
-    """Median CPU s/GiB."""
-    return statistics.median(sample.cpu_s_per_gib for sample in samples)
+def at_least(requirement: str, rule: str, case: object, bar: float, values: Sequence[float], unit: str = "x") -> Bar:
+    """Whether the median of `values` reaches `bar`."""
+    median = statistics.median(values)
+    verdict = MET if median >= bar else MISSED
+    return Bar(requirement, rule, str(case), f">= {bar:.2f} {unit}", quoted(values), verdict, median / bar)
 
 
-def verdicts(measured: Sequence[tuple[Case, Samples]], memory_read_s: float) -> Iterator[Bar]:
-    """Every bar, for every case that shows it."""
-    for case, samples in measured:
-        yield from _against_fio(case, samples)
-        yield from _cpu_bars(case, samples, memory_read_s)
-        yield from _against_fs_tier(case, samples)
-        yield from _against_others(case, samples)
-        yield from _checksums(case, samples)
-    yield from _small_chunks(measured)
+def at_most(
+    requirement: str, rule: str, case: object, bar: float, values: Sequence[float], unit: str, digits: int = 3
+) -> Bar:
+    """Whether the median of `values` stays within `bar`."""
+    median = statistics.median(values)
+    verdict = MET if median <= bar else MISSED
+    measured = f"{quoted(values, digits)} {unit}" if len(values) > 1 else f"{median:.{digits}f} {unit}"
+    return Bar(requirement, rule, str(case), f"<= {bar:.{digits}f} {unit}", measured, verdict, bar / max(median, 1e-9))
+
+
+def reported(requirement: str, rule: str, case: object, measured: str) -> Bar:
+    """A figure that has no bar."""
+    return Bar(requirement, rule, str(case), "-", measured, REPORTED)
+
+
+def from_json(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """What a script wrote with `_asdict`."""
+    return [Bar(**row) for row in rows]
 
 
 def by_rule(bars: Iterable[Bar]) -> Iterator[tuple[str, list[Bar]]]:
@@ -56,85 +105,21 @@ def by_rule(bars: Iterable[Bar]) -> Iterator[tuple[str, list[Bar]]]:
     yield from rules.items()
 
 
-def _at_least(rule: str, case: Case, bar: float, values: Sequence[float]) -> Bar:
-    met = statistics.median(values) >= bar
-    return Bar(rule, str(case), f">= {bar:.2f} x", quoted(values), "met" if met else "missed")
-
-
-def _at_most(rule: str, case: Case, bar: float, value: float, unit: str) -> Bar:
-    verdict = "met" if value <= bar else "missed"
-    return Bar(rule, str(case), f"<= {bar:.3f} {unit}", f"{value:.3f} {unit}", verdict)
-
-
-def _pair(samples: Samples, mine: str, other: str, op: str) -> list[float] | None:
-    if op in samples.get(mine, {}) and op in samples.get(other, {}):
-        return ratios(samples[mine][op], samples[other][op])
-    return None
-
-
-def _against_fio(case: Case, samples: Samples) -> Iterator[Bar]:
-    if case.pages != "huge":
-        return
-    for op, bar in (("load", 0.97), ("store", 0.95)):
-        for name in (KVDISK, BARE):
-            found = _pair(samples, name, FIO, op)
-            if found:
-                yield _at_least(f"{op}, {name} over fio", case, bar, found)
-
-
-def _cpu_bars(case: Case, samples: Samples, memory_read_s: float) -> Iterator[Bar]:
-    if case.pages != "huge" or case.fresh or case.requests != 1:
-        return
-    bar = 0.03 if case.bs >= MIB else 0.06
-    for op, found in samples.get(BARE, {}).items():
-        yield _at_most(f"{op}, CPU without checksums", case, bar, cpu(found), "s/GiB")
-    for op, found in samples.get(KVDISK, {}).items():
-        allowed = bar + HASH_READS_MAX * memory_read_s
-        yield _at_most(f"{op}, CPU with checksums", case, allowed, cpu(found), "s/GiB")
-
-
-def _against_fs_tier(case: Case, samples: Samples) -> Iterator[Bar]:
-    if case.pages != "huge":
-        return
-    for op in ("store", "load"):
-        small = case.bs == SMALL
-        bar = (1.0 if case.fresh or not small else 1.3) if op == "store" else (1.3 if small else 1.0)
-        name = BARE if small else KVDISK
-        found = _pair(samples, name, FS, op)
-        if found:
-            yield _at_least(f"{op}, {name} over the fs tier", case, bar, found)
-            if small:
-                share = cpu(samples[name][op]) / cpu(samples[FS][op])
-                yield _at_most(f"{op}, CPU over the fs tier, neither hashing", case, 0.2, share, "x")
-
-
-def _against_others(case: Case, samples: Samples) -> Iterator[Bar]:
-    for other in samples:
-        if other in (KVDISK, BARE, FIO, FS):
+def show(bars: Sequence[Bar]) -> None:
+    """A line a rule, and one for each case that missed it."""
+    for rule, found in by_rule(bars):
+        missed = [bar for bar in found if bar.verdict == MISSED]
+        if found[0].verdict == REPORTED:
+            print(f"{'':>7}  {rule}")
+            for bar in found:
+                print(f"{'':>11}{bar.measured}, {bar.case}")
             continue
-        for op in ("store", "load"):
-            found = _pair(samples, KVDISK, other, op)
-            if found and op in samples.get(BARE, {}):
-                yield _at_least(f"{op} over {other}", case, 1.0, found)
-                share = cpu(samples[BARE][op]) / cpu(samples[other][op])
-                yield _at_most(f"{op}, CPU over {other}, neither hashing", case, 1.0, share, "x")
+        print(f"{MISSED if missed else MET:>7}  {rule}: {len(found) - len(missed)} of {len(found)} cases")
+        for bar in missed or found[:1]:
+            print(f"{'':>11}{bar.measured} (bar {bar.bar}), {bar.case}", flush=True)
 
 
-def _checksums(case: Case, samples: Samples) -> Iterator[Bar]:
-    for op in ("store", "load"):
-        found = _pair(samples, KVDISK, BARE, op)
-        if found:
-            yield _at_least(f"{op}, checksums on over off", case, 0.95, found)
-
-
-def _small_chunks(measured: Sequence[tuple[Case, Samples]]) -> Iterator[Bar]:
-    """128 KiB chunks against 8 MiB ones, in otherwise equal cases; of different times, so medians only."""
-    by_case = dict(measured)
-    for case, samples in measured:
-        large = by_case.get(Case(8 * MIB, case.total, case.requests, case.pages, case.fresh))
-        if case.bs != SMALL or large is None:
-            continue
-        for op in ("store", "load"):
-            if op in samples.get(KVDISK, {}) and op in large.get(KVDISK, {}):
-                speeds = [statistics.median(s.mb_per_s for s in one[KVDISK][op]) for one in (samples, large)]
-                yield _at_least(f"{op}, 128 KiB chunks over 8 MiB ones", case, 0.9, [speeds[0] / speeds[1]])
+def markdown(bars: Sequence[Bar]) -> list[str]:
+    """Every bar as a line of a Markdown table."""
+    head = ["| verdict | rule | case | bar | measured |", "| --- | --- | --- | --- | --- |"]
+    return head + [f"| {b.verdict} | {b.rule} | {b.case} | {b.bar} | {b.measured} |" for b in bars]

@@ -1,8 +1,6 @@
 """`kvdisk bench` at tiny sizes: every mode runs, its JSON has fio's fields and adds up, and mistakes are told."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,50 +144,3 @@ def test_a_read_is_never_served_from_memory(tmp_path):
         before = workload.service.stats()["bytes_read"]
         workload.run(jobs)
         assert workload.service.stats()["bytes_read"] == int(before) + SIZE
-
-
-# ---- bench/
-
-
-@pytest.fixture
-def bench_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
-
-
-def test_a_verdict_is_of_the_median_of_the_rounds_that_both_ran(bench_scripts):
-    bars, contestants = importlib.import_module("bars"), importlib.import_module("contestants")
-    case = contestants.Case(bs=MIB, total=1 << 30)
-    speeds = {"kvdisk": (100, 90, 80), "fio best": (100, 100, 100), "aiofiles": (200,)}
-    samples = {
-        name: {"load": [contestants.Sample(speed, 0.01) for speed in found]} for name, found in speeds.items()
-    } | {"kvdisk no checksums": {"load": [contestants.Sample(100, 0.02)] * 3}}
-    found = {bar.rule: bar for bar in bars.verdicts([(case, samples)], memory_read_s=0.1)}
-    assert found["load, kvdisk over fio"].verdict == "missed"
-    assert found["load, kvdisk over fio"].measured == "0.90 [0.80..1.00]"
-    assert found["load, kvdisk no checksums over fio"].verdict == "met"
-    assert found["load over aiofiles"].measured == "0.50 [0.50..0.50]"
-    assert found["load, CPU over aiofiles, neither hashing"].verdict == "missed"
-    assert found["load, CPU with checksums"].bar == "<= 0.150 s/GiB"
-    assert found["load, CPU with checksums"].verdict == "met"
-
-
-def test_a_peer_in_a_process_of_its_own_is_measured_and_cleans_up(bench_scripts, tmp_path):
-    contestants = importlib.import_module("contestants")
-    script = Path(__file__).parents[1] / "bench" / "peers" / "kvdisk_store.py"
-    one = contestants.ProcessContestant("kvdisk", [sys.executable, str(script), "on", "posix"], tmp_path / "log")
-    try:
-        one.prepare(contestants.Case(bs=BS, total=SIZE, requests=2, fresh=True), tmp_path / "data")
-        assert one.measure("store").mb_per_s > 0
-        assert one.measure("load").mb_per_s > 0
-        with pytest.raises(RuntimeError, match="kvdisk: "):
-            one.measure("sideways")
-        one.finish()
-    finally:
-        one.close()
-    assert list((tmp_path / "data").iterdir()) == []
-
-
-def test_a_peer_that_does_not_start_is_absent_with_its_last_words(bench_scripts, tmp_path):
-    contestants, environments = importlib.import_module("contestants"), importlib.import_module("environments")
-    with pytest.raises(environments.AbsentError, match="no such peer"):
-        contestants.ProcessContestant("x", [sys.executable, "-c", "raise SystemExit('no such peer')"], tmp_path / "log")

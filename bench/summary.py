@@ -1,0 +1,103 @@
+"""The one table: each bar, what was measured, the verdict. Reads what the scripts left in bench/results/.
+
+    python bench/summary.py [--results DIR]
+
+Prints it and writes bars.md, whose table docs/performance.md takes over. A row shows the worst of its cases: for rules
+with many sizes, directions and peers, the details are in each script's own Markdown.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bars import MET, MISSED, REPORTED, REQUIREMENTS, Bar, Requirement, from_json
+
+HERE = Path(__file__).parent
+NOT_MEASURED = "not measured"
+ELSEWHERE = {"make test": "shown by `make test`: every crash point, errno and late copy is a test"}
+
+
+class Row(NamedTuple):
+    """A line of the table. cases: of those with a bar, how many met it, such as "5 of 6"."""
+
+    what: str
+    bar: str
+    measured: str
+    cases: str
+    verdict: str
+
+
+def rows(bars: Sequence[Bar], why_not: Mapping[str, str]) -> list[Row]:
+    """A row a requirement.
+
+    Args:
+        bars: of all scripts.
+        why_not: script -> why there is nothing of it, or not all.
+    """
+    return [_row(one, [bar for bar in bars if bar.requirement == one.name], why_not) for one in REQUIREMENTS]
+
+
+def _row(one: Requirement, bars: Sequence[Bar], why_not: Mapping[str, str]) -> Row:
+    if not bars:
+        why = ELSEWHERE.get(one.script) or why_not.get(one.script, f"{one.script} had nothing to say about it")
+        return Row(one.what, one.bar, why, "", NOT_MEASURED)
+    judged = [bar for bar in bars if bar.verdict != REPORTED]
+    if not judged:
+        return Row(one.what, one.bar, "; ".join(f"{b.case}: {b.measured}" for b in bars), "", REPORTED)
+    missed = [bar for bar in judged if bar.verdict == MISSED]
+    worst = min(judged, key=lambda bar: bar.margin)
+    where = ", ".join(filter(None, (worst.rule, worst.case)))
+    cases = f"{len(judged) - len(missed)} of {len(judged)}"
+    return Row(one.what, one.bar, f"{worst.measured} ({where})", cases, MISSED if missed else MET)
+
+
+def read(results: Path) -> tuple[list[Bar], dict[str, str]]:
+    """The bars in every script's JSON, and why a script has none."""
+    bars: list[Bar] = []
+    why_not: dict[str, str] = {}
+    for script in dict.fromkeys(one.script for one in REQUIREMENTS):
+        try:
+            report = json.loads((results / f"{script}.json").read_text())
+            bars += from_json(report["bars"])
+            why_not[script] = "; ".join(report.get("not measured", ())) or f"not among what bench/{script}.py measured"
+        except FileNotFoundError:
+            why_not[script] = f"bench/{script}.py has not run"
+        except (ValueError, KeyError, TypeError) as error:
+            why_not[script] = f"{script}.json is of another version of this script ({error})"
+    return bars, why_not
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """The table."""
+    head = ["| what | bar | measured, the worst case | cases | verdict |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in found)]) + "\n"
+
+
+def text(found: Sequence[Row]) -> str:
+    """The table for a terminal: verdict first, what and bar in columns, the measured value below."""
+    width = max(len(row.what) for row in found)
+    lines = []
+    for row in found:
+        cases = f" ({row.cases} cases)" if row.cases else ""
+        lines += [f"{row.verdict:>12}  {row.what:{width}}  {row.bar}{cases}", f"{'':14}{row.measured}"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    found = rows(*read(arguments.results))
+    print(text(found))
+    count = {verdict: sum(row.verdict == verdict for row in found) for verdict in (MET, MISSED, REPORTED, NOT_MEASURED)}
+    print("\n" + ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))
+    arguments.results.mkdir(exist_ok=True)
+    (arguments.results / "bars.md").write_text(markdown(found))
+    print(f"the same as Markdown: {arguments.results / 'bars.md'}")
+
+
+if __name__ == "__main__":
+    main()
