@@ -1,11 +1,15 @@
-"""What the metadata plane asks of the data plane, and what it hears back: plain data, so it could cross a process.
+"""What the metadata plane asks of the data plane, and what it hears back: plain data, which may cross to a process.
+
+They are msgspec's structs: cheap to make and to encode, and decoded with every type checked.
 
 Every command gets exactly one `Completion` by its deadline. If that one is `late` (the kernel still holds the buffers),
 a second one with `settled` follows when the kernel gave them back; until then slots and segment stay in use.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvdisk.layout import SegmentHeader
 
@@ -17,8 +21,7 @@ class SegmentFile(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSegment:
+class OpenSegment(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Make a file ready for packs: create and preallocate it, or recycle it in place; then write its header."""
 
     id: int
@@ -38,8 +41,7 @@ class PackChunk(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class WritePack:
+class WritePack(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Checksum the chunks' slots and write them at `offset` as one pack."""
 
     id: int
@@ -59,8 +61,7 @@ class ReadItem(NamedTuple):
     unit: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadChunks:
+class ReadChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read neighbouring payloads of one segment into slots and verify each."""
 
     id: int
@@ -68,8 +69,7 @@ class ReadChunks:
     items: tuple[ReadItem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SealSegment:
+class SealSegment(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Write the footer (it ends where the segment ends)."""
 
     id: int
@@ -78,8 +78,7 @@ class SealSegment:
     footer: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WriteEpoch:
+class WriteEpoch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Make the namespace's new epoch durable on every root."""
 
     id: int
@@ -89,8 +88,7 @@ class WriteEpoch:
 Command = OpenSegment | WritePack | ReadChunks | SealSegment | WriteEpoch
 
 
-@dataclass(slots=True)
-class Completion:
+class Completion(msgspec.Struct, array_like=True):
     """The result of command `id`.
 
     error: 0, or the errno that ended it. late: the deadline passed, buffers are still in use. settled: they are free
@@ -103,10 +101,10 @@ class Completion:
     error: int = 0
     late: bool = False
     settled: bool = False
-    verified: list[bool] = field(default_factory=list)
-    errors: list[int] = field(default_factory=list)
+    verified: list[bool] = []
+    errors: list[int] = []
     pack_header: bytes = b""
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[int] = []
 
 
 class ScannedChunk(NamedTuple):
