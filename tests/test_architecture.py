@@ -23,6 +23,7 @@ LAYERS = {
     "kvdisk.options": 0,
     "kvdisk.layout": 1,
     "kvdisk.geometry": 1,
+    "kvdisk.codec": 1,
     "kvdisk.index": 2,
     "kvdisk.plan": 2,
     "kvdisk.stats": 2,
@@ -179,7 +180,7 @@ def test_the_core_runs_without_torch_and_vllm():
     """Importing every module outside vllm/ and cli/ needs neither, nor the optional engine's binding."""
     core = [module_name(path) for path in MODULES if not below(path, "vllm", "cli")]
     assert len(core) > 3, "found no modules: the test looks in the wrong place"
-    blocked = dict.fromkeys(("torch", "vllm", "liburing", "click", "rich"))
+    blocked = dict.fromkeys(("torch", "vllm", "liburing", "zstandard", "click", "rich"))
     script = f"import sys, importlib; sys.modules.update({blocked!r}); [importlib.import_module(m) for m in {core!r}]"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
