@@ -8,6 +8,7 @@ import click
 COMMANDS = {
     "bench": ("kvdisk.cli.bench", "bench"),
     "demo": ("kvdisk.cli.demo", "demo"),
+    "inspect": ("kvdisk.cli.inspect", "inspect"),
 }
 
 
