@@ -63,7 +63,19 @@ def collect_facts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> dic
         config: what vLLM gave the spec.
         kv_caches: as vLLM registered them (before `live_kv_caches`).
     """
-    vllm_config = get_current_vllm_config_or_none()
+    facts = model_facts(config, get_current_vllm_config_or_none())
+    layers = forward_context()
+    facts[RANK_FACT + "layers"] = "\n".join(_describe_layers(config, layers, kv_caches))
+    return facts
+
+
+def model_facts(config: OffloadingConfig, vllm_config: Any) -> dict[str, Fact]:
+    """The facts that do not take a worker; never raises for what vLLM does not show.
+
+    Args:
+        config: what vLLM gave the spec.
+        vllm_config: vLLM's whole configuration, or None: what only that shows is then "none".
+    """
     parallel = config.parallel
     facts: dict[str, Fact] = {
         "model": config.model.name,
@@ -90,8 +102,6 @@ def collect_facts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> dic
     facts["load_format"] = load_format
     if load_format not in ("auto", "safetensors", "hf"):  # weights may be made up, from a seed
         facts["seed"] = _scalar(_follow(model, "seed"))
-    layers = forward_context()
-    facts[RANK_FACT + "layers"] = "\n".join(_describe_layers(config, layers, kv_caches))
     return facts
 
 

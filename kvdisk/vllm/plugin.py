@@ -2,15 +2,26 @@
 
 It also lets a wrong `block_size` fail with an explanation. vLLM translates that key before it asks any spec, and where
 KV cache groups differ in block size it ends in an assertion that names neither the sizes nor the way out.
+
+And it remembers vLLM's configuration for those to whom vLLM gives an extract only: a tier has to know whose KV it has.
 """
 
 import logging
 import sys
+import weakref
 from typing import Any
 
 logger = logging.getLogger("kvdisk")
 
 NAME = "KVDiskOffloadingSpec"
+
+_configs: "dict[str, weakref.ref[Any]]" = {}
+
+
+def config_of(engine_id: str) -> Any:
+    """vLLM's configuration of an engine of this process; None if the plugin was not loaded before the engine."""
+    reference = _configs.get(engine_id)
+    return reference() if reference is not None else None
 
 
 def register() -> None:
@@ -49,6 +60,7 @@ def _explain_block_size() -> None:
 def _checked(build: Any) -> Any:
     def build_checked(vllm_config: Any, kv_cache_config: Any) -> Any:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        _configs[str(vllm_config.kv_transfer_config.engine_id)] = weakref.ref(vllm_config)
         if extra.get("spec_name") == NAME:
             from kvdisk.vllm.config import check_block_size
 

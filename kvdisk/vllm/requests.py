@@ -151,6 +151,22 @@ class Groups:
         covering = -(-position // step) * step
         return [(head, covering), (head, covering - step)]
 
+    def parent_of(self, key: bytes, group: int, position: int, chain: Mapping[tuple[int, int], bytes]) -> bytes:
+        """The chunk without which `key` can never be hit, as far as it is known; b"" if none is.
+
+        A Mamba state is offered before the full-attention chunk of the same step that ends with it. Their keys differ
+        in the group only.
+
+        Args:
+            chain: (group, position) -> key, of the chunks of its request.
+        """
+        for head, end in self.parent_position(group, position):
+            if end == position and head != group:
+                return key[:-4] + head.to_bytes(4, "big")
+            if parent := chain.get((head, end)):
+                return parent if parent != key else b""
+        return b""
+
     def _split(self, total: int) -> dict[int, int]:
         """`total` units over the full groups by units a token, so that they hold the same prefix; a chunk at least."""
         weights = {group: self.units[group] / self.tokens_per_chunk[group] for group in self.full}
