@@ -27,7 +27,7 @@ from kvdisk.dataplane import Units
 from kvdisk.io.protocol import Memory
 from kvdisk.memory import private_memory
 from kvdisk.options import default_segment_bytes, parse_options
-from kvdisk.resident import Resident, State
+from kvdisk.resident import Resident
 from kvdisk.service import Service, Tenancy
 from kvdisk.units import GIB, MIB, UNIT_BYTES, round_up
 
@@ -134,7 +134,7 @@ class Job:
     """A stream of chunks in one direction, at most `iodepth` of them in flight.
 
     Attributes:
-        in_flight: (resident, when asked for in ns) of each, oldest first.
+        in_flight: how many chunks.
         label: jobs with one label have one result; the direction unless given.
     """
 
@@ -143,7 +143,7 @@ class Job:
         self.label = label or direction
         self.iodepth = iodepth
         self.batch = max(1, min(batch, iodepth))
-        self.in_flight: list[tuple[Resident, int]] = []
+        self.in_flight = 0
         self._keys = deque(keys)
 
     @property
@@ -157,7 +157,7 @@ class Job:
 
     def issue(self, workload: "Workload", result: Result) -> bool:
         """Ask for the next batch if there is room for one; whether anything was asked for."""
-        room = self.iodepth - len(self.in_flight)
+        room = self.iodepth - self.in_flight
         if not self._keys or room < min(self.batch, len(self._keys)):
             return False
         store, keys = workload.service.store, self._keys
@@ -187,24 +187,9 @@ class Job:
         now = time.monotonic_ns()
         if started:
             result.slat_ns.append((now - began) // len(started))
-            self.in_flight += [(resident, now) for resident in started]
+            workload.in_flight.update([(resident.key, (self, resident, now)) for resident in started])
+            self.in_flight += len(started)
         return bool(started)
-
-    def collect(self, workload: "Workload", result: Result) -> None:
-        """Take what has ended."""
-        now = time.monotonic_ns()
-        waiting: list[tuple[Resident, int]] = []
-        for entry in self.in_flight:
-            resident, asked = entry
-            state = resident.state
-            if state is State.LOADING or state is State.FLUSHING or state is State.DIRTY:
-                waiting.append(entry)
-            elif resident.forgotten or resident.key not in workload.service.store.index:
-                result.errors += 1
-            else:
-                result.clat_ns.append(now - asked)
-                result.bytes += resident.live_bytes
-        self.in_flight = waiting
 
 
 class Workload:
@@ -224,6 +209,7 @@ class Workload:
         self.root.mkdir(mode=0o700)
         self.position = 0
         self.written = 0  # chunks named so far
+        self.in_flight: dict[bytes, tuple[Job, Resident, int]] = {}  # key -> whose, what, when asked for in ns
         try:
             self.memory = random_memory(setup.arena_bytes, setup.pages)
             capacity, segment = setup.capacity()
@@ -318,6 +304,7 @@ class Workload:
         for job in jobs:
             result = results.setdefault(job.label, Result(job.direction, self.setup, 0))
             result.iodepth += job.iodepth
+        self.service.store.settled = []
         before, start = _cpu(), time.monotonic_ns()
         moved, moved_at, sampled_at = 0, start, start
         running = list(jobs)
@@ -328,8 +315,7 @@ class Workload:
                     job.stop()
             issued = [job.issue(self, results[job.label]) for job in running]
             self.service.pump()
-            for job in running:
-                job.collect(self, results[job.label])
+            self._collect(results)
             for label in {job.label for job in running if job.finished}:
                 results[label].elapsed_ns = time.monotonic_ns() - start
             running = [job for job in running if not job.finished]
@@ -351,10 +337,28 @@ class Workload:
             elif running and not any(issued):
                 self.service.wait(0.01)
         after = _cpu()
+        self.service.store.settled = None
         for result in results.values():
             result.cpu_s = (after[0] - before[0], after[1] - before[1])
             result.samples.append((result.elapsed_ns / 1e9, result.bytes))
         return results
+
+    def _collect(self, results: dict[str, Result]) -> None:
+        """Take what has ended."""
+        store = self.service.store
+        settled, store.settled = store.settled or (), []
+        now = time.monotonic_ns()
+        for key in settled:
+            if key not in self.in_flight:
+                continue
+            job, resident, asked = self.in_flight.pop(key)
+            job.in_flight -= 1
+            result = results[job.label]
+            if resident.forgotten or key not in store.index:
+                result.errors += 1
+            else:
+                result.clat_ns.append(now - asked)
+                result.bytes += resident.live_bytes
 
     def write_all(self) -> Result:
         """One pass of writes."""
