@@ -36,6 +36,14 @@ def register() -> None:
         logger.debug("kvdisk's plugin does not fit this vLLM; spec_module_path still works", exc_info=True)
 
 
+def _remember(vllm_config: Any) -> None:
+    """Without it a tier knows less, and says so; nothing here may keep the engine from starting."""
+    try:
+        _configs[str(vllm_config.kv_transfer_config.engine_id)] = weakref.ref(vllm_config)
+    except (AttributeError, TypeError):
+        logger.debug("vLLM's configuration cannot be kept", exc_info=True)
+
+
 def _explain_block_size() -> None:
     """Check the key when the connector's module is loaded, which happens only where offloading is in use."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -60,7 +68,7 @@ def _explain_block_size() -> None:
 def _checked(build: Any) -> Any:
     def build_checked(vllm_config: Any, kv_cache_config: Any) -> Any:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        _configs[str(vllm_config.kv_transfer_config.engine_id)] = weakref.ref(vllm_config)
+        _remember(vllm_config)
         if extra.get("spec_name") == NAME:
             from kvdisk.vllm.config import check_block_size
 

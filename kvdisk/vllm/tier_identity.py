@@ -38,8 +38,8 @@ def tenancy_of(spec: Any, row_bytes: int, namespace: str) -> Tenancy:
     if vllm_config is None and not namespace:
         logger.warning(
             "kvdisk tier: the model's revision, quantization and overrides are unknown here, so data on disk is told "
-            "apart by model name and weight files only. Let vLLM load kvdisk's plugin (VLLM_PLUGINS), or set `namespace` "
-            "to a word that changes with them"
+            "apart by model name and weight files only. Let vLLM load kvdisk's plugin (VLLM_PLUGINS), or set "
+            "`namespace` to a word that changes with them"
         )
     facts = model_facts(config, vllm_config)
     identity = {

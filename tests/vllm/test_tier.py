@@ -1,4 +1,4 @@
-"""Rules of `KVDiskTier` under vLLM's real TieringOffloadingManager: what comes back, and what happens when it cannot."""
+"""Rules of `KVDiskTier` under vLLM's real TieringOffloadingManager: what comes back, and what if it cannot."""
 
 import threading
 from collections.abc import Iterator
