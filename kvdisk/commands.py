@@ -107,6 +107,27 @@ class Completion(msgspec.Struct, array_like=True):
     checksums: list[int] = []
 
 
+class FoundPack(NamedTuple):
+    """One verified pack header as a scan leaves it: `entries` are its ENTRY_DTYPE records, `head` the bytes before
+    them, kept where the segment is still open."""
+
+    sequence: int
+    offset: int
+    pack_bytes: int
+    head: bytes
+    entries: bytes
+
+
+class FoundSegment(NamedTuple):
+    """One segment file as a scan leaves it: few objects and many bytes, so that it can cross to another process."""
+
+    file: SegmentFile
+    header: SegmentHeader | None
+    sealed: bool
+    packs: list[FoundPack]
+    damaged: int = 0
+
+
 class ScannedChunk(NamedTuple):
     """One chunk found at recovery; see ENTRY_DTYPE for the fields."""
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
+import numpy as np
+
 from kvdisk import layout
-from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
+from kvdisk.commands import FoundPack, FoundSegment, ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.io.transfer import TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
@@ -69,25 +71,29 @@ class Scanner:
         self._alignment = alignment
 
     async def scan(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[ScannedSegment]:
+        """`find`, decoded."""
+        return [decode_segment(found) for found in await self.find(paths)]
+
+    async def find(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[FoundSegment]:
         """One result a file, in order; a file that cannot be read counts as holding nothing."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(file: SegmentFile, path: str) -> ScannedSegment:
+        async def one(file: SegmentFile, path: str) -> FoundSegment:
             async with limit:
                 try:
                     return await self._scan_file(file, path)
                 except OSError as error:
                     logger.warning("%s cannot be read, its chunks are lost: %s", path, error)
-                    return ScannedSegment(file, None, sealed=False, packs=[], damaged=1)
+                    return FoundSegment(file, None, sealed=False, packs=[], damaged=1)
 
         return await asyncio.gather(*(one(file, path) for file, path in paths))
 
-    async def _scan_file(self, file: SegmentFile, path: str) -> ScannedSegment:
+    async def _scan_file(self, file: SegmentFile, path: str) -> FoundSegment:
         async with self._files.use(file, path) as fd:
             raw = await self._read(fd, 0, self._alignment)
             header = layout.decode_segment_header(raw, self._fingerprint)
             if header is None or (header.segment_bytes, header.alignment) != (self._segment_bytes, self._alignment):
-                return ScannedSegment(file, None, sealed=False, packs=[])
+                return FoundSegment(file, None, sealed=False, packs=[])
             try:
                 packs, damaged = await self._read_footer(fd, header)
             except TransferLateError:
@@ -96,9 +102,9 @@ class Scanner:
                 logger.warning("footer of %s cannot be read: %s", path, error)
                 packs, damaged = None, 1
             if packs is not None:
-                return ScannedSegment(file, header, sealed=True, packs=[_scanned(pack, b"") for pack in packs])
+                return FoundSegment(file, header, sealed=True, packs=[_found(pack, b"") for pack in packs])
             walked = await self._walk(fd, header)
-            return ScannedSegment(file, header, sealed=False, packs=walked, damaged=damaged)
+            return FoundSegment(file, header, sealed=False, packs=walked, damaged=damaged)
 
     async def _read_footer(self, fd: int, header: SegmentHeader) -> tuple[list[Pack] | None, int]:
         """The packs a footer names, or None and whether a footer was there but damaged."""
@@ -112,8 +118,8 @@ class Scanner:
         packs = layout.decode_footer(tail, header)
         return packs, int(packs is None)
 
-    async def _walk(self, fd: int, header: SegmentHeader) -> list[ScannedPack]:
-        packs: list[ScannedPack] = []
+    async def _walk(self, fd: int, header: SegmentHeader) -> list[FoundPack]:
+        packs: list[FoundPack] = []
         offset = header.alignment
         while offset < header.segment_bytes:
             found = await self._pack_at(fd, offset, header)
@@ -127,7 +133,7 @@ class Scanner:
             offset += found.pack_bytes
         return packs
 
-    async def _pack_at(self, fd: int, offset: int, header: SegmentHeader) -> ScannedPack | None:
+    async def _pack_at(self, fd: int, offset: int, header: SegmentHeader) -> FoundPack | None:
         raw = await self._try_read(fd, offset, min(_HEADER_GUESS_BYTES, header.segment_bytes - offset))
         if not raw:  # a bad sector, or the end of a file that was cut off, near a header that may be whole
             raw = await self._try_read(fd, offset, header.alignment)
@@ -135,7 +141,7 @@ class Scanner:
         if needed > len(raw) and offset + needed <= header.segment_bytes:
             raw = await self._try_read(fd, offset, needed)
         pack = layout.decode_pack(raw, offset, header)
-        return None if pack is None else _scanned(pack, raw[: pack.raw_bytes])
+        return None if pack is None else _found(pack, raw[: layout.PACK_HEADER_BYTES])
 
     async def _look_ahead(self, fd: int, offset: int, header: SegmentHeader) -> int | None:
         """Where the next whole pack begins, within what can have been in flight; None if there is none."""
@@ -168,9 +174,18 @@ class Scanner:
             return bytes(memory.view[:size])
 
 
-def _scanned(pack: Pack, raw: bytes) -> ScannedPack:
-    """A decoded pack as plain data."""
-    entries = pack.entries
+def _found(pack: Pack, head: bytes) -> FoundPack:
+    return FoundPack(pack.sequence, pack.offset, pack.pack_bytes, head, pack.entries.tobytes())
+
+
+def decode_segment(found: FoundSegment) -> ScannedSegment:
+    """What `Scanner.find` found as plain data, a tuple a chunk. It was verified when it was read."""
+    packs = [_decode_pack(pack) for pack in found.packs]
+    return ScannedSegment(found.file, found.header, found.sealed, packs, found.damaged)
+
+
+def _decode_pack(pack: FoundPack) -> ScannedPack:
+    entries = np.frombuffer(pack.entries, layout.ENTRY_DTYPE)
     known = ((entries["codec"] == layout.CODEC_NONE) & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
     columns = zip(
         layout.entry_keys(entries),
@@ -185,4 +200,5 @@ def _scanned(pack: Pack, raw: bytes) -> ScannedPack:
         strict=True,
     )
     chunks = list(map(ScannedChunk._make, columns))
+    raw = pack.head + pack.entries if pack.head else b""
     return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, chunks)
