@@ -10,6 +10,7 @@ Pure: decides, touches no file.
 """
 
 import errno
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -30,6 +31,11 @@ FULL_INTERVAL_S = 30.0
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that refuse space; all others are failures."""
+
+
+RANKED_PART = 16
+"""A sixteenth of a root's segments are ranked at a time for recycling: ranking them all for each one recycled took a
+third of what storing cost with 400 segments, and more than half with 4,000."""
 
 
 class SegmentState(Enum):
@@ -78,6 +84,11 @@ class Segment:
     def idle(self) -> bool:
         """No I/O in flight that could touch it."""
         return self.readers == 0 and self.writers == 0
+
+    @property
+    def takeable(self) -> bool:
+        """Whether it may be recycled."""
+        return self.idle and (self.state is SegmentState.SEALED or self.state is SegmentState.EMPTY)
 
     @property
     def moves(self) -> bool:
@@ -134,6 +145,7 @@ class SegmentTable:
         self._by_index: dict[int, Segment] = {}
         self._next_index = 0
         self._clock = 0  # counts uses, not time
+        self._ranked: dict[int, deque[tuple[Segment, int]]] = {}  # root -> to be recycled next, and when last used
 
     def __getitem__(self, index: int) -> Segment:
         return self._by_index[index]
@@ -170,12 +182,32 @@ class SegmentTable:
         """The segment to recycle: an empty one, else the least recently used, where dead bytes age a segment.
 
         It is in another root where that holds the older version of something here: recycle that one, then ask again.
+        With many segments several are ranked at a time; one that was used since is passed over.
 
         Args:
             root: where space is needed.
             live_bytes: segment index -> bytes of chunks still indexed there.
         """
-        takeable = (SegmentState.SEALED, SegmentState.EMPTY)
+        ranked = self._ranked.get(root.index)
+        while ranked:
+            segment, last_used = ranked.popleft()
+            if segment.takeable and segment.last_used == last_used:
+                first = self._oldest_version(segment)
+                if first.takeable:
+                    if first is not segment:
+                        ranked.appendleft((segment, last_used))
+                    return first
+        order = self._by_age(root, live_bytes)
+        for place, segment in enumerate(order):
+            first = self._oldest_version(segment)
+            if first.takeable:
+                rest = order[place + (first is segment) :][: len(order) // RANKED_PART]
+                self._ranked[root.index] = deque((following, following.last_used) for following in rest)
+                return first
+        return None
+
+    def _by_age(self, root: Root, live_bytes: dict[int, int]) -> list[Segment]:
+        """What may be recycled, in the order in which it should be."""
 
         def age(segment: Segment) -> tuple[bool, float]:
             live = live_bytes.get(segment.file.number, 0)
@@ -184,11 +216,7 @@ class SegmentTable:
             dead = 1 - live / max(live, segment.payload_bytes)
             return (True, segment.last_used - dead * (self._clock - segment.last_used))
 
-        for segment in sorted((s for s in root.segments if s.idle and s.state in takeable), key=age):
-            first = self._oldest_version(segment)
-            if first.idle and first.state in takeable:
-                return first
-        return None
+        return sorted((segment for segment in root.segments if segment.takeable), key=age)
 
     def is_on_disk(self, use: SegmentUse) -> bool:
         """Whether a recovery might find that use."""

@@ -43,6 +43,34 @@ def test_dead_bytes_age_a_segment_and_one_without_live_ones_goes_first() -> None
     assert victim(made, live={0: 10, 1: 100, 2: 100, 3: 100}) == 0
 
 
+def test_many_segments_are_ranked_together_and_go_in_that_order() -> None:
+    class Counting(dict[int, int]):
+        looked_at = 0
+
+        def get(self, *arguments: int) -> int:
+            self.looked_at += 1
+            return super().get(*arguments)
+
+    made, live = table(320), Counting(dict.fromkeys(range(320), 100))
+    gone = []
+    for _ in range(20):
+        found = made.victim(made.roots[0], live)
+        assert found is not None
+        found.state = SegmentState.OPENING
+        gone.append(found.file.number)
+    assert gone == list(range(20))
+    assert live.looked_at == 320
+
+
+def test_what_is_used_after_it_was_ranked_is_passed_over() -> None:
+    made = table(64)
+    live = dict.fromkeys(range(64), 100)
+    assert victim(made, live=live) == 0
+    made.touch(1)
+    made[2].readers = 1
+    assert victim(made, live=live) == 3
+
+
 def test_a_segment_with_a_reader_or_writer_or_still_open_is_never_taken() -> None:
     made = table(4)
     made[0].readers = 1
