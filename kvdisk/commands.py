@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvdisk.layout import SegmentHeader
+from kvdisk.layout import CODEC_NONE, SegmentHeader
 
 
 class SegmentFile(NamedTuple):
@@ -53,12 +53,17 @@ class WritePack(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadItem(NamedTuple):
-    """A chunk to be read: where its payload starts, its parts, what it must hash to, and its slot's first unit."""
+    """A chunk to be read: where its payload starts, its parts, what it must hash to, and its slot's first unit.
+
+    codec: of the payload. stored_bytes: of a payload with a codec; without one the parts say it.
+    """
 
     offset: int
     parts: tuple[int, ...]
     checksum: int
     unit: int
+    codec: int = CODEC_NONE
+    stored_bytes: int = 0
 
 
 class ReadChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -140,6 +145,7 @@ class ScannedChunk(NamedTuple):
     live_bytes: int
     checksum: int
     readable: bool = True  # False: its codec or cipher is of another version
+    codec: int = CODEC_NONE
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvdisk.layout import CODEC_NONE
+
 _NONE = -1
 _NOWHERE = (1 << 32) - 1  # no segment: of a row that only holds the children of a key that is not here
 LIVE_BYTES_MAX = (1 << 32) - 1
@@ -20,17 +22,22 @@ GROUP_MAX = (1 << 16) - 1
 
 
 class Extent(NamedTuple):
-    """Where a chunk's payload lies and how to know it: segment, byte offset in it, live bytes, checksum, group."""
+    """Where a chunk's payload lies and how to know it: segment, byte offset in it, live bytes, checksum, group.
+
+    codec: of the payload. stored_bytes: of a payload with a codec; without one the chunk's parts say it.
+    """
 
     segment: int
     offset: int
     live_bytes: int
     checksum: int
     group: int
+    codec: int = CODEC_NONE
+    stored_bytes: int = 0
 
 
 class Rows(NamedTuple):
-    """Chunks of one segment as columns, see Extent; `parents` are keys, b"" for none."""
+    """Chunks of one segment as columns, see Extent; `parents` are keys, b"" for none. No codecs: all have none."""
 
     segment: int
     keys: Sequence[bytes]
@@ -39,6 +46,8 @@ class Rows(NamedTuple):
     live_bytes: Sequence[int]
     checksums: Sequence[int]
     groups: Sequence[int]
+    codecs: Sequence[int] = ()
+    stored_bytes: Sequence[int] = ()
 
 
 class Index:
@@ -53,6 +62,7 @@ class Index:
         self._live = array("I")
         self._checksum = array("Q")
         self._group = array("H")
+        self._packed = array("I")  # codec, and above it stored bytes in units of the alignment; 0: no codec
         self._parent = array("i")
         self._child = array("i")  # first child; siblings form a doubly linked list
         self._next = array("i")
@@ -126,7 +136,8 @@ class Index:
         else:
             self.live_of_segment[self._segment[row]] -= self._live[row]
             self._unlink(row)
-        segment, offset, live_bytes, self._checksum[row], self._group[row] = extent
+        segment, offset, live_bytes, self._checksum[row], self._group[row], codec, stored_bytes = extent
+        self._packed[row] = self._pack(codec, stored_bytes) if codec else 0
         self._segment[row] = segment
         self._offset[row] = offset // self._alignment
         self._live[row] = live_bytes
@@ -145,7 +156,7 @@ class Index:
         """
         assert not self._key
         parents: list[bytes] = []
-        for segment, keys, parents_here, offsets, live_bytes, checksums, groups in rows:
+        for segment, keys, parents_here, offsets, live_bytes, checksums, groups, codecs, stored_bytes in rows:
             first, end = len(self._key), len(self._key) + len(keys)
             self._key.extend(keys)
             self._row_of.update(zip(keys, range(first, end), strict=True))
@@ -154,6 +165,7 @@ class Index:
             self._live.extend(live_bytes)
             self._checksum.extend(checksums)
             self._group.extend(groups)
+            self._packed.extend(map(self._pack, codecs, stored_bytes) if codecs else array("I", [0]) * len(keys))
             self._rows.setdefault(segment, array("i")).extend(range(first, end))
             self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + sum(live_bytes)
             parents.extend(parents_here)
@@ -219,13 +231,19 @@ class Index:
     # ---- rows
 
     def _extent(self, row: int) -> Extent:
+        packed = self._packed[row]
         return Extent(
             self._segment[row],
             self._offset[row] * self._alignment,
             self._live[row],
             self._checksum[row],
             self._group[row],
+            packed & 0xFF,
+            (packed >> 8) * self._alignment,
         )
+
+    def _pack(self, codec: int, stored_bytes: int) -> int:
+        return stored_bytes // self._alignment << 8 | codec if codec else 0
 
     def _new_row(self, key: bytes) -> int:
         if self._free:
@@ -234,7 +252,7 @@ class Index:
         else:
             row = len(self._key)
             self._key.append(key)
-            for column in (self._segment, self._offset, self._live, self._checksum, self._group):
+            for column in (self._segment, self._offset, self._live, self._checksum, self._group, self._packed):
                 column.append(0)
             for links in (self._parent, self._child, self._next, self._previous):
                 links.append(_NONE)

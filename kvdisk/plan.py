@@ -74,7 +74,7 @@ def merge_reads(wanted: Iterable[Wanted], alignment: int, bytes_max: int = READ_
     run: list[Wanted] = []
     for chunk in sorted(wanted):  # by segment and offset: they come first in Wanted and ReadItem
         segment, item = chunk
-        size = footprint(item.parts, alignment).stored_bytes
+        size = item.stored_bytes or footprint(item.parts, alignment).stored_bytes
         if segment != end_segment or item.offset != end_offset or run_bytes + size > bytes_max:
             run = []
             runs.append(run)

@@ -105,7 +105,8 @@ class Reads:
         while root.wanted and (root.out_bytes < READ_BYTES_OUT_MAX or root.hangs):
             resident, extent = root.wanted.popleft()
             unit = resident.run.start
-            wanted.append(Wanted(extent.segment, ReadItem(extent.offset, resident.parts, extent.checksum, unit)))
+            number, offset, _, checksum, _, codec, stored_bytes = extent
+            wanted.append(Wanted(number, ReadItem(offset, resident.parts, checksum, unit, codec, stored_bytes)))
             resident_at[unit] = resident
             root.out_bytes += resident.stored_bytes
         issued: list[Command] = []

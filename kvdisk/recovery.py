@@ -17,7 +17,7 @@ from kvdisk.layout import SegmentHeader
 from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
 
 _key_of = attrgetter("key")
-_kind_of = attrgetter("group", "live_bytes", "stored_bytes", "readable")
+_kind_of = attrgetter("group", "live_bytes", "stored_bytes", "codec", "readable")
 
 
 class Recovery:
@@ -25,10 +25,10 @@ class Recovery:
 
     Args:
         index, table: of the store.
-        is_usable: of (group, live bytes, stored bytes): whether the store can hold such a chunk.
+        is_usable: of (group, live bytes, stored bytes, codec): whether the store can hold such a chunk.
     """
 
-    def __init__(self, index: Index, table: SegmentTable, is_usable: Callable[[int, int, int], bool]) -> None:
+    def __init__(self, index: Index, table: SegmentTable, is_usable: Callable[[int, int, int, int], bool]) -> None:
         self.absent: dict[bytes, SegmentUse] = {}  # keys whose newest version cannot be used -> where it lies
         self.damaged = 0  # headers, and chunks that are not usable by their numbers
         self.next_sequence = 1  # of segments: above all that were found
@@ -75,9 +75,10 @@ class Recovery:
             chunks = self._usable(segment, chunks)
             if chunks:
                 columns = zip(*chunks, strict=True)
-                all_keys, parents, groups, _, offsets, _, live_bytes, checksums, _ = columns
+                all_keys, parents, groups, _, offsets, stored, live_bytes, checksums, _, codecs = columns
                 segment.payload_bytes += sum(live_bytes)
-                yield Rows(segment.file.number, all_keys, parents, offsets, live_bytes, checksums, groups)
+                packed = (codecs, stored) if any(codecs) else ()
+                yield Rows(segment.file.number, all_keys, parents, offsets, live_bytes, checksums, groups, *packed)
 
     def _newest(self, segment: Segment, chunks: list[ScannedChunk]) -> list[ScannedChunk]:
         """The chunks of which no newer version was found; the segments of those that were learn of the older here."""
@@ -100,8 +101,8 @@ class Recovery:
         return None if number is None else self._table[number]
 
     def _usable(self, segment: Segment, chunks: list[ScannedChunk]) -> list[ScannedChunk]:
-        kinds = set(map(_kind_of, chunks))  # few, mostly one
-        good = {kind for kind in kinds if kind[3] and self._is_usable(*kind[:3])}
+        kinds = set(map(_kind_of, chunks))  # few, mostly one, unless the chunks are compressed
+        good = {kind for kind in kinds if kind[4] and self._is_usable(*kind[:4])}
         if len(good) == len(kinds):
             return chunks
         usable = []

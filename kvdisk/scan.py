@@ -197,6 +197,7 @@ def _decode_pack(pack: FoundPack) -> ScannedPack:
         entries["live_bytes"].tolist(),
         entries["checksum"].tolist(),
         known,
+        entries["codec"].tolist(),
         strict=True,
     )
     chunks = list(map(ScannedChunk._make, columns))

@@ -312,13 +312,15 @@ class Store:
         self.counters["headers_damaged"] += recovery.damaged
         self.writer.resume(epoch, recovery.next_sequence, recovery.next_pack_sequence, reopen=resume)
 
-    def _is_usable(self, group: int, live_bytes: int, stored_bytes: int) -> bool:
+    def _is_usable(self, group: int, live_bytes: int, stored_bytes: int, codec: int) -> bool:
         """Whether a chunk with these numbers, which come from a stranger, can be promoted."""
         config = self.config
         parts = (live_bytes,) if config.group_parts is None else config.group_parts.get(group, ())
         takes = footprint(parts, config.alignment)
         fits = 0 < takes.units <= self.arena.unit_count and live_bytes <= LIVE_BYTES_MAX and group <= GROUP_MAX
-        return fits and takes.live_bytes == live_bytes and takes.stored_bytes == stored_bytes
+        # A payload with a codec is read into the slot before it is unpacked there, so it must be the smaller.
+        stored_fits = stored_bytes < takes.stored_bytes if codec else stored_bytes == takes.stored_bytes
+        return fits and takes.live_bytes == live_bytes and stored_fits
 
     # ---- what the parts report
 

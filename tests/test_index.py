@@ -44,7 +44,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(key=keys, parent=st.sampled_from([b"", *KEYS]), segment=st.integers(0, 3), size=st.integers(1, 9999))
     def add(self, key: bytes, parent: bytes, segment: int, size: int) -> None:
-        extent = Extent(segment, size * ALIGNMENT, size, size << 40, size % 7)
+        packed = (size % 4, size * ALIGNMENT) if size % 4 else ()
+        extent = Extent(segment, size * ALIGNMENT, size, size << 40, size % 7, *packed)
         self.index.add(key, extent, parent)
         self.extents[key] = extent
         self.parent.pop(key, None)
@@ -197,7 +198,10 @@ def test_a_chain_added_tail_first_is_linked_in_linear_time() -> None:
     assert len(index.drop(b"1")) == 20_000
 
 
-@pytest.mark.parametrize("extent", [Extent((1 << 32) - 2, 4096 * ((1 << 32) - 1), (1 << 32) - 1, (1 << 64) - 1, 65535)])
+LARGEST = Extent((1 << 32) - 2, 4096 * ((1 << 32) - 1), (1 << 32) - 1, (1 << 64) - 1, 65535)
+
+
+@pytest.mark.parametrize("extent", [LARGEST, LARGEST._replace(codec=255, stored_bytes=4096 * ((1 << 24) - 1))])
 def test_the_largest_numbers_fit(extent: Extent) -> None:
     index = Index(ALIGNMENT)
     index.add(b"k", extent, b"")

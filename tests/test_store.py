@@ -820,8 +820,9 @@ def chunk(
     parent: bytes = b"",
     *,
     readable: bool = True,
+    codec: int = 0,
 ) -> ScannedChunk:
-    return ScannedChunk(key, parent, group, 0, 8192, stored, live, check, readable)
+    return ScannedChunk(key, parent, group, 0, 8192, stored, live, check, readable, codec)
 
 
 def test_recovery_keeps_the_newest_pack_of_a_key_and_only_the_current_epoch() -> None:
@@ -847,7 +848,8 @@ def test_recovery_keeps_the_newest_pack_of_a_key_and_only_the_current_epoch() ->
 @pytest.mark.parametrize("hostile", [
     chunk(b"x", live=1 << 33, stored=1 << 33), chunk(b"x", group=1 << 20), chunk(b"x", live=4000, stored=8192),
     chunk(b"x", live=1 << 60, stored=1 << 60), chunk(b"x", live=600 * 4096, stored=600 * 4096),
-], ids=lambda c: f"{c.live_bytes}-{c.stored_bytes}-{c.group}")  # fmt: skip
+    chunk(b"x", codec=1), chunk(b"x", live=9000, stored=4 * 4096, codec=1), chunk(b"x", live=1 << 33, codec=1),
+], ids=lambda c: f"{c.live_bytes}-{c.stored_bytes}-{c.group}-{c.codec}")  # fmt: skip
 def test_impossible_numbers_from_a_disk_cost_their_chunk_only(hostile: ScannedChunk) -> None:
     b = bench()
     b.store.recover([scanned(0, 1, 0, chunk(b"good"), hostile)], epoch=0)
@@ -900,7 +902,10 @@ def test_recovery_finds_what_adding_one_by_one_would(seed: int) -> None:
         for _ in range(chance.randrange(3)):
             drawn = [(chance.choice(keys), chance.choice([b"", *keys])) for _ in range(chance.randrange(6))]
             rows = [
-                chunk(key, parent=up, check=chance.randrange(99), readable=chance.random() < 0.9) for key, up in drawn
+                chunk(key, parent=up, check=chance.randrange(99), readable=chance.random() < 0.9)
+                if chance.random() < 0.7
+                else chunk(key, 9000, 8192, parent=up, check=chance.randrange(99), codec=chance.randrange(1, 4))
+                for key, up in drawn
             ]
             packs_.append(
                 ScannedPack(
@@ -920,7 +925,8 @@ def test_recovery_finds_what_adding_one_by_one_would(seed: int) -> None:
     }
     for n, row in newest.values():
         if row.readable:
-            model.add(row.key, Extent(n, row.offset, row.live_bytes, row.checksum, row.group), row.parent)
+            packed = (row.codec, row.stored_bytes) if row.codec else ()
+            model.add(row.key, Extent(n, row.offset, row.live_bytes, row.checksum, row.group, *packed), row.parent)
     index = b.store.index
     assert {key: (index.get(key), index.parent_of(key)) for key in keys} == {
         key: (model.get(key), model.parent_of(key)) for key in keys

@@ -264,7 +264,7 @@ def groups_of(looked: Sequence[Looked], epoch: int) -> list[GroupReport]:
                 group.position_max = max(group.position_max, chunk.position)
     # Every alignment there can be is a multiple of the smallest, so one index serves for segments of any.
     index, table = Index(layout.ALIGNMENT_MIN), SegmentTable((len(looked),))
-    Recovery(index, table, lambda group, live, _: group <= GROUP_MAX and live <= LIVE_BYTES_MAX).take(
+    Recovery(index, table, lambda group, live, *_: group <= GROUP_MAX and live <= LIVE_BYTES_MAX).take(
         (one.scan for one in looked if one.header), epoch
     )
     for key in index:
