@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from kvdisk.errors import RendezvousError
 
 Fact: TypeAlias = str | int | float | bool | None
@@ -174,17 +176,38 @@ class Geometry:
 
 
 class View(NamedTuple):
-    """One registered tensor as bytes: row b is `row_bytes` at `offset_bytes + b * stride_bytes` of its storage."""
+    """One registered tensor as bytes: row b is `row_bytes` at `offset_bytes + b * stride_bytes` of its storage.
+
+    `storage` tells storages apart: an address, or any other number.
+    """
 
     num_blocks: int
     row_bytes: int
     stride_bytes: int
     offset_bytes: int
     storage_bytes: int
+    storage: int = 0
+
+
+class _Placed(NamedTuple):
+    """A page in a storage, and of which group."""
+
+    view: View
+    page_bytes: int
+    group_index: int
+    where: str
+
+    @property
+    def end_bytes(self) -> int:
+        """Behind the last block's page."""
+        return self.view.offset_bytes + (self.view.num_blocks - 1) * self.view.stride_bytes + self.page_bytes
 
 
 def check_views(geometry: Geometry, views: Sequence[View], names: Sequence[Sequence[str]] = ()) -> None:
-    """Check that every page of every group lies within its view, and every view within its storage.
+    """Check that every page lies within its view, every view within its storage, and no block within another block.
+
+    Blocks are handed to groups one by one: the same block of two groups may share bytes, two blocks never, whichever
+    groups they belong to; nor two pages of a group within a block, unless they are the same page.
 
     Args:
         geometry: pages index `views`. Several views may share storage (groups alias each other).
@@ -194,6 +217,7 @@ def check_views(geometry: Geometry, views: Sequence[View], names: Sequence[Seque
     Raises:
         ValueError: naming group, layer, tensor and the numbers.
     """
+    storages: dict[int, list[_Placed]] = {}
     for group_index, group in enumerate(geometry.groups):
         layers = names[group_index] if group_index < len(names) else ()
         for page_index, page in enumerate(group.pages):
@@ -201,7 +225,57 @@ def check_views(geometry: Geometry, views: Sequence[View], names: Sequence[Seque
             where = f"KV cache group {group.group_id}{layer}, tensor {page.tensor}"
             if page.tensor >= len(views):
                 raise ValueError(f"{where}: only {len(views)} tensors are registered")
-            _check_view(where, page, views[page.tensor])
+            view = views[page.tensor]
+            _check_view(where, page, view)
+            storages.setdefault(view.storage, []).append(_Placed(view, page.page_bytes, group_index, where))
+    for placed in storages.values():
+        for region in _regions(placed):
+            _check_overlaps(region)
+
+
+def _regions(placed: list[_Placed]) -> Iterator[list[_Placed]]:
+    """Pages whose places, over all blocks, touch each other's; layers that lie one behind the other do not."""
+    region: list[_Placed] = []
+    end = 0
+    for one in sorted(placed, key=lambda one: one.view.offset_bytes):
+        if region and one.view.offset_bytes >= end:
+            yield region
+            region = []
+        region.append(one)
+        end = max(end, one.end_bytes)
+    if region:
+        yield region
+
+
+def _check_overlaps(region: list[_Placed]) -> None:
+    """No two blocks share bytes. Exact, and linear in the number of pages for each page."""
+    first = region[0]
+    for one in region:
+        if one.view.num_blocks > 1 and one.view.stride_bytes != first.view.stride_bytes:
+            raise ValueError(
+                f"{one.where}: blocks {one.view.stride_bytes} bytes apart share bytes with those of {first.where}, "
+                f"{first.view.stride_bytes} apart: a block of one is not a block of the other"
+            )
+    # Layers and groups often share a place; each is looked at once.
+    unique = list({(one.view.offset_bytes, one.page_bytes, one.group_index): one for one in region}.values())
+    num_blocks = max(one.view.num_blocks for one in unique)
+    stride = first.view.stride_bytes if num_blocks > 1 else _SIZE_MAX
+    offsets = np.array([one.view.offset_bytes for one in unique], np.int64)
+    sizes = np.array([one.page_bytes for one in unique], np.int64)
+    groups = np.array([one.group_index for one in unique], np.int64)
+    for index, one in enumerate(unique):
+        # Block b of `one` meets block b + k of another for k from `low` to `high`.
+        low = np.maximum((offsets[index] - offsets - sizes) // stride + 1, 1 - num_blocks)
+        high = np.minimum(-((offsets - offsets[index] - sizes[index]) // stride) - 1, num_blocks - 1)
+        wrong = (low < 0) & (low <= high) | (high > 0) & (low <= high)
+        same_page = (offsets == offsets[index]) & (sizes == sizes[index])
+        wrong |= (low <= 0) & (high >= 0) & (groups == groups[index]) & ~same_page
+        if wrong.any():
+            other = unique[int(np.argmax(wrong))]
+            raise ValueError(
+                f"{one.where}: pages of {one.page_bytes} bytes from offset {one.view.offset_bytes}, every {stride}, "
+                f"overlap those of {other.where}, {other.page_bytes} from offset {other.view.offset_bytes}"
+            )
 
 
 def _check_view(where: str, page: Page, view: View) -> None:

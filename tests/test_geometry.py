@@ -163,3 +163,89 @@ def test_a_view_out_of_bounds_is_refused_by_group_layer_and_numbers(change, numb
 def test_a_page_of_an_unregistered_tensor_is_refused():
     with pytest.raises(ValueError, match="group 7, tensor 0: only 0 tensors"):
         check_views(ONE, [])
+
+
+def two_groups(*pages: tuple[int, int, int], stride: int, num_blocks: int = 4) -> tuple[Geometry, list[View]]:
+    """Pages as (group, offset, bytes), all in one storage, `stride` apart."""
+    views = [View(num_blocks, size, stride, offset, 1 << 20) for _, offset, size in pages]
+    groups = tuple(
+        GroupGeometry(g, 16, tuple(Page(t, size) for t, (group, _, size) in enumerate(pages) if group == g))
+        for g in sorted({group for group, _, _ in pages})
+    )
+    return Geometry(0, 1, 1, groups), views
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [(0, 0, 64), (0, 64, 36)],
+        [(0, 0, 100), (1, 0, 60), (1, 60, 40)],  # groups share a block's bytes
+        [(0, 0, 64), (0, 0, 64)],  # layers share a page
+        [(0, 0, 30), (1, 230, 30)],  # interleaved with other blocks, without touching them
+    ],
+    ids=["side by side", "groups alias", "layers alias", "interleaved"],
+)
+def test_pages_that_share_only_a_block_of_their_own_are_accepted(pages):
+    check_views(*two_groups(*pages, stride=100))
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ([(0, 0, 64), (0, 63, 36)], "group 0, tensor 0: .*64 from offset 63|group 0, tensor 0: pages of 64 .*overlap"),
+        ([(0, 0, 64), (0, 0, 60)], "overlap"),
+        ([(0, 0, 100), (1, 10, 91)], "group 1|group 0"),  # reaches into the next block
+        ([(0, 0, 64), (1, 100, 64)], "overlap"),  # a block late
+    ],
+    ids=["partly", "shorter alias", "into the next block", "one block late"],
+)
+def test_pages_of_different_blocks_or_layers_never_share_bytes(pages, message):
+    geometry, views = two_groups(*pages, stride=100)
+    with pytest.raises(ValueError, match=message):
+        check_views(geometry, views)
+
+
+def test_blocks_of_different_strides_over_the_same_bytes_are_refused():
+    geometry, views = two_groups((0, 0, 64), (1, 0, 64), stride=100)
+    with pytest.raises(ValueError, match=r"128 bytes apart share bytes with those of KV cache group 0.*100 apart"):
+        check_views(geometry, [views[0], views[1]._replace(stride_bytes=128)])
+    check_views(geometry, [views[0], views[1]._replace(stride_bytes=128, offset_bytes=364)])  # behind them
+    check_views(geometry, [views[0], views[1]._replace(stride_bytes=128, storage=1)])  # elsewhere
+    one_block = [view._replace(num_blocks=1) for view in views]
+    check_views(geometry, [one_block[0], one_block[1]._replace(stride_bytes=128)])
+
+
+def test_a_thousand_layers_beyond_32_bits_are_checked_in_time():
+    size, stride = 1 << 20, 1 << 30  # a packed cache of 1 GiB blocks, 2,000 GiB in all
+    pages = [(layer % 7, layer * size, size) for layer in range(1000)]
+    geometry, views = two_groups(*pages, stride=stride, num_blocks=2000)
+    views = [view._replace(storage_bytes=1 << 41) for view in views]
+    check_views(geometry, views)
+    views[999] = views[999]._replace(offset_bytes=stride - size + 1)  # one byte into the next block
+    with pytest.raises(ValueError, match=f"offset {stride - size + 1}"):
+        check_views(geometry, views)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=4),
+    st.integers(12, 20),
+    st.integers(1, 4),
+)
+def test_overlaps_are_found_exactly_where_bytes_are_shared(pages, stride, num_blocks):
+    owners: dict[int, set[tuple[int, int, int, int]]] = {}
+    for group, offset, size in pages:
+        for block in range(num_blocks):
+            for byte in range(offset + block * stride, offset + block * stride + size):
+                owners.setdefault(byte, set()).add((block, group, offset, size))
+    wrong = any(
+        a[0] != b[0] or (a[1] == b[1] and a[2:] != b[2:])
+        for sharing in owners.values()
+        for a in sharing
+        for b in sharing
+    )
+    geometry, views = two_groups(*pages, stride=stride, num_blocks=num_blocks)
+    if wrong:
+        with pytest.raises(ValueError, match="overlap"):
+            check_views(geometry, views)
+    else:
+        check_views(geometry, views)

@@ -274,6 +274,10 @@ def groups_of(looked: Sequence[Looked], epoch: int) -> list[GroupReport]:
     return sorted(groups.values(), key=lambda group: group.group)
 
 
+def _can_be_indexed(group: int, live_bytes: int, *_: int) -> bool:
+    return group <= GROUP_MAX and live_bytes <= LIVE_BYTES_MAX
+
+
 def held_locks() -> list[tuple[int, tuple[int, int], int]] | None:
     """(pid, device, inode) of every flock, as /proc/locks has it: asking without taking one. None: it does not say."""
     try:

@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
 import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk.geometry import INFO_FACT, RANK_FACT, Fact, Geometry, GroupGeometry, Page
@@ -112,7 +112,9 @@ def forward_context() -> Mapping[str, Any]:
 
 
 def build_geometry(config: OffloadingConfig, kv_caches: CanonicalKVCaches, facts: Mapping[str, Fact]) -> Geometry:
-    """This rank's geometry: the pages are `kv_caches`' references, in their order.
+    """This rank's geometry: the pages are `kv_caches`' references, in their order, each place of a group once.
+
+    Layers of one group may share a place (KV sharing between layers); the longest page there is stored.
 
     Raises:
         ValueError: config and caches have different numbers of groups, or sizes that cannot be.
@@ -124,13 +126,20 @@ def build_geometry(config: OffloadingConfig, kv_caches: CanonicalKVCaches, facts
         GroupGeometry(
             group.group_id,
             group.tokens_per_block,
-            tuple(Page(ref.tensor_idx, ref.page_size_bytes) for ref in group_refs),
+            _pages(group_refs),
         )
         for group, group_refs in zip(config.groups, refs, strict=True)
     )
     return Geometry(
         config.parallel.rank, config.parallel.world_size, config.cache.blocks_per_chunk, groups, dict(facts)
     )
+
+
+def _pages(refs: Iterable[CanonicalKVCacheRef]) -> tuple[Page, ...]:
+    longest: dict[int, int] = {}
+    for ref in refs:
+        longest[ref.tensor_idx] = max(ref.page_size_bytes, longest.get(ref.tensor_idx, 0))
+    return tuple(Page(*item) for item in longest.items())
 
 
 def _identity(model: Any, prefix: str) -> dict[str, Fact]:

@@ -29,6 +29,7 @@ from kvdisk.service import Service, Tenancy
 from kvdisk.store import SEGMENTS_MIN
 from kvdisk.units import UNIT_BYTES, format_size, round_up
 from kvdisk.vllm import rendezvous
+from kvdisk.vllm.certify import certify
 from kvdisk.vllm.config import AdapterConfig, check_block_size, parse_config, tokens_per_block
 from kvdisk.vllm.facts import build_geometry, collect_facts, forward_context
 from kvdisk.vllm.live import live_kv_caches
@@ -74,6 +75,7 @@ class KVDiskOffloadingSpec(OffloadingSpec):
 
         Raises:
             RuntimeError: outside vLLM's worker, or a second call with another layout; that takes a restart.
+            ValueError: a layout that cannot be stored whole, by group, layer and numbers.
         """
         config = self.config
         if get_current_vllm_config_or_none() is None:
@@ -82,6 +84,7 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         facts.update(_group_kinds(config))
         layers = [group.layer_names for group in config.groups]
         live = live_kv_caches(kv_caches, forward_context(), layers)
+        certify(live, forward_context(), [(group.group_id, group.layer_names) for group in config.groups])
         geometry = build_geometry(config, live, facts)
         rank = config.parallel.rank
         reads_rank_0 = self.replicated_layout and rank > 0

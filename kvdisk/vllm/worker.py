@@ -257,5 +257,5 @@ def view_of(tensor: torch.Tensor) -> View:
             f"of contiguous int8"
         )
     num_blocks, row_bytes = tensor.shape
-    storage_bytes = tensor.untyped_storage().nbytes()
-    return View(num_blocks, row_bytes, tensor.stride(0), tensor.storage_offset(), storage_bytes)
+    storage = tensor.untyped_storage()
+    return View(num_blocks, row_bytes, tensor.stride(0), tensor.storage_offset(), storage.nbytes(), storage.data_ptr())

@@ -264,6 +264,13 @@ def test_geometry_follows_the_references_in_their_order(monkeypatch):
     assert (geometry.rank, geometry.world_size, geometry.blocks_per_chunk) == (1, 2, 4)
 
 
+def test_layers_of_a_group_that_share_a_page_are_stored_once():
+    caches = kv_caches()
+    shared = [[CanonicalKVCacheRef(0, 500), CanonicalKVCacheRef(1, 200), CanonicalKVCacheRef(0, 512)]]
+    caches = CanonicalKVCaches(caches.tensors, shared + caches.group_data_refs[1:])
+    assert build_geometry(offloading_config(), caches, {}).groups[0].pages == (Page(0, 512), Page(1, 200))
+
+
 def test_groups_that_were_not_registered_are_refused():
     caches = kv_caches()
     with pytest.raises(ValueError, match="1 groups of KV caches were registered, the config has 2"):

@@ -115,13 +115,16 @@ LAYOUTS = {
     ),
     "unequal strides in one storage": (
         [[(0, 100), (1, 200)], [(2, 50)]],
-        [Tensor(100, 640), Tensor(200, 640, offset=128), Tensor(50, 704, offset=340)],
+        [Tensor(100, 640), Tensor(200, 640, offset=128), Tensor(50, 704, offset=12 * 640)],
     ),
     "aliased by groups": (
         [[(0, 512)], [(0, 512), (1, 96)], [(1, 128)]],
         [Tensor(512, 512), Tensor(128, 160, storage=1)],
     ),
-    "seven groups": ([[(g, 64 + g), (g, 32)] for g in range(7)], [Tensor(80, 96, storage=g) for g in range(7)]),
+    "seven groups": (
+        [[(g, 64 + g), (7 + g, 32)] for g in range(7)],
+        [Tensor(80, 96 + 7 * (s // 7), storage=s) for s in range(14)],
+    ),
     "packed: every group is the whole stride": ([[(0, 5000)]] * 3, [Tensor(5000, 5000)]),
     "a group without layers here": ([[(0, 128)], []], [Tensor(128, 128)]),
 }
@@ -332,7 +335,7 @@ def transfers(draw):
         row = draw(st.integers(1, 3000))
         tensors.append(Tensor(row, row + draw(st.integers(0, 600)), draw(st.integers(0, 100)), s))
     for _ in range(draw(st.integers(1, 4))):
-        picks = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, max_size=4))
+        picks = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, max_size=4, unique=True))
         groups.append([(t, draw(st.integers(1, tensors[t].row))) for t in picks])
     stores, loads = [], []
     for _ in groups:
