@@ -36,7 +36,10 @@ ARENA_BYTES_DEFAULT = 256 * MIB
 Waiters = deque["asyncio.Future[None]"]
 
 _NAMES = {"root": "root_dir", "capacity": "disk_bytes_to_use", "arena_bytes": "cpu_bytes_to_use"}
-_OPTIONS = ["capacity", "arena_bytes", "segment_bytes", "engine", "io_timeout_s", "namespace", "allow_shared_root"]
+_OPTIONS = [
+    "capacity", "arena_bytes", "segment_bytes", "engine", "io_timeout_s", "namespace", "allow_shared_root",
+    "compression",
+]  # fmt: skip
 
 
 def open(root: Any, **options: Any) -> "AsyncStore":
@@ -46,7 +49,7 @@ def open(root: Any, **options: Any) -> "AsyncStore":
         root: empty, or used by kvdisk before; no other live process may use the same namespace in it.
         **options: capacity (required): most bytes on disk, "10GiB" or a number. arena_bytes: host memory, 256 MiB
             unless given; chunks may be a quarter of it. segment_bytes, engine ("auto", "io_uring", "posix"),
-            io_timeout_s, namespace, allow_shared_root: see docs/configuration.md.
+            io_timeout_s, namespace, allow_shared_root, compression ("none", "zstd"): see docs/configuration.md.
 
     Returns:
         To be entered by `async with`; nothing is touched before.

@@ -42,7 +42,11 @@ class PackChunk(NamedTuple):
 
 
 class WritePack(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Checksum the chunks' slots and write them at `offset` as one pack."""
+    """Checksum the chunks' slots and write them at `offset` as one pack.
+
+    compress: chunks that shrink enough are written so. Then a completion that only has `packed_bytes` comes before the
+    command's own one.
+    """
 
     id: int
     file: SegmentFile
@@ -50,6 +54,7 @@ class WritePack(msgspec.Struct, frozen=True, array_like=True, tag=True):
     offset: int
     sequence: int
     chunks: tuple[PackChunk, ...]
+    compress: bool = False
 
 
 class ReadItem(NamedTuple):
@@ -99,7 +104,8 @@ class Completion(msgspec.Struct, array_like=True):
     error: 0, or the errno that ended it. late: the deadline passed, buffers are still in use. settled: they are free
     now; the command's own completion came before. verified: one bool an item of ReadChunks; True only where the bytes
     arrived and matched. errors: one errno an item, 0 where it was read, matching or not; empty if all shared one read
-    and `error`. pack_header: of WritePack, the unpadded header as written. checksums: of its chunks.
+    and `error`. pack_header: of WritePack, the unpadded header as written. checksums: of its chunks. packed_bytes: of a
+    WritePack that compresses, the size of the pack that is now being written; the result is yet to come.
     """
 
     id: int
@@ -110,6 +116,7 @@ class Completion(msgspec.Struct, array_like=True):
     errors: list[int] = []
     pack_header: bytes = b""
     checksums: list[int] = []
+    packed_bytes: int = 0
 
 
 class FoundPack(NamedTuple):

@@ -2,7 +2,8 @@
 
 A pack is hashed (in threads that hold no GIL) and written as one transfer; a run of payloads is read as one transfer,
 hashed and compared. Bytes that did not arrive or do not match are never called verified. One asyncio task a command,
-all on one event loop; how many commands are out at a time is for the metadata plane to bound.
+all on one event loop; how many commands are out at a time is for the metadata plane to bound. What is special about
+compressed chunks is in compression.py.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdisk import layout
 from kvdisk.bounce import BouncePool
@@ -31,6 +33,7 @@ from kvdisk.commands import (
     WriteEpoch,
     WritePack,
 )
+from kvdisk.compression import Compression
 from kvdisk.directory import segment_cost
 from kvdisk.instance import Instance
 from kvdisk.io.protocol import Engine, Memory, Span
@@ -38,8 +41,11 @@ from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.open_files import OpenFiles
 from kvdisk.plan import Footprint, footprint, pack_size
 from kvdisk.units import UNIT_BYTES
+from kvdisk.writer import PACK_BYTES_MAX
 
 logger = logging.getLogger("kvdisk")
+
+Entries = npt.NDArray[np.void]
 
 _HASH_HERE_BYTES = 512 << 10
 """A lone chunk up to this size is hashed on the loop: 9 us for 128 KiB, against 60 us for a thread's way and back."""
@@ -94,6 +100,7 @@ class DataPlane:
         self._checksums = checksums
         self.bounce = BouncePool()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")  # these never touch a disk
+        self.compression = Compression(units, alignment, checksums=checksums)
         self.files = OpenFiles(engine, timeout_s, call)
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_read = 0
@@ -112,6 +119,7 @@ class DataPlane:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         self.files.close()
         self.threads.shutdown(wait=False)
+        self.compression.threads.shutdown(wait=False)
         return not self._tasks
 
     async def _run(self, command: Command) -> None:
@@ -147,17 +155,38 @@ class DataPlane:
         takes = [footprint(chunk.parts, self._alignment) for chunk in command.chunks]
         pack_bytes = pack_size([take.stored_bytes for take in takes], self._alignment)
         header_bytes = layout.pack_header_bytes(len(takes), self._alignment)
+        if command.compress:
+            await self._write_compressed(command, takes, completion)
+            return
         checksums = await self._checksums_of(command.chunks)
         entries = pack_entries(command.chunks, takes, checksums, header_bytes)
+        await self._send_pack(command, pack_bytes, entries, self._spans(command.chunks), completion)
+        completion.checksums = checksums
+
+    async def _write_compressed(self, command: WritePack, takes: Sequence[Footprint], completion: Completion) -> None:
+        """A pack whose chunks are compressed first. How large it became is said at once, for the next begins there."""
+        packed = await self.compression.pack(command.chunks, takes)
+        pack_bytes = pack_size([take.stored_bytes for take in packed.takes], self._alignment)
+        header_bytes = layout.pack_header_bytes(len(takes), self._alignment)
+        self._report(Completion(command.id, packed_bytes=pack_bytes))
+        with self.bounce.take(max(packed.buffer_bytes, PACK_BYTES_MAX)) as buffer:  # one size: the pool keeps few
+            spans, completion.checksums = await self.compression.lay_out(packed, buffer)
+            entries = pack_entries(command.chunks, packed.takes, completion.checksums, header_bytes)
+            entries["codec"] = packed.codecs
+            await self._send_pack(command, pack_bytes, entries, spans, completion)
+
+    async def _send_pack(
+        self, command: WritePack, pack_bytes: int, entries: Entries, payload: list[Span], completion: Completion
+    ) -> None:
+        header_bytes = layout.pack_header_bytes(len(entries), self._alignment)
         pack = layout.Pack(command.offset, header_bytes, pack_bytes, command.sequence, entries)
         raw = layout.encode_pack(pack, command.header)
         with self.bounce.take(header_bytes) as memory:
             memory.view[:header_bytes] = raw.ljust(header_bytes, b"\0")
-            spans = [Span(memory, 0, header_bytes), *self._spans(command.chunks)]
+            spans = [Span(memory, 0, header_bytes), *payload]
             async with self.files.use(command.file, self._path(command.file)) as fd:
                 await self._transfer.write(fd, command.offset, spans)
         completion.pack_header = raw
-        completion.checksums = checksums
 
     async def _read_chunks(self, command: ReadChunks, completion: Completion) -> None:
         try:
@@ -186,10 +215,13 @@ class DataPlane:
             completion.errors.append((result.errno or errno.EIO) if isinstance(result, OSError) else 0)
 
     async def _read_and_verify(self, file: SegmentFile, items: tuple[ReadItem, ...]) -> list[bool]:
-        spans = self._spans(items)
+        has_codecs = any(item.codec for item in items)
+        spans = self.compression.stored_spans(items) if has_codecs else self._spans(items)
         async with self.files.use(file, self._path(file)) as fd:
             await self._transfer.read(fd, items[0].offset, spans)
         self.bytes_read += sum(span.length for span in spans)
+        if has_codecs:
+            return await self.compression.verify(items)
         if not self._checksums:
             return [True] * len(items)
         found = await self._checksums_of(items)
@@ -311,7 +343,7 @@ class DataPlane:
 
 def pack_entries(
     chunks: Sequence[PackChunk], takes: Sequence[Footprint], checksums: Sequence[int], header_bytes: int
-) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
+) -> Entries:
     """The ENTRY_DTYPE records of a pack's chunks, whose payloads follow each other from `header_bytes` on."""
     _, _, keys, parents, groups, positions = zip(*chunks, strict=True)
     live_bytes, stored_bytes, _ = np.array(takes, np.uint64).T

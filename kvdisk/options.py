@@ -8,11 +8,13 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 from kvdisk.units import GIB, MIB, UNIT_BYTES, format_size, parse_size, round_up
 
 ENGINES = ("auto", "io_uring", "posix")
+COMPRESSIONS = ("none", "zstd")
 SEGMENT_BYTES_MIN = 1 * MIB
 SEGMENT_BYTES_MAX = 16 * GIB
 SEGMENT_BYTES_DEFAULT = 256 * MIB
@@ -26,6 +28,7 @@ class Options:
     root_dir: one directory a disk. disk_bytes_to_use: hard cap over all of them. cpu_bytes_to_use: of the arena.
     segment_bytes: of one file. engine: see ENGINES. io_timeout_s: after which a command is given up. namespace: an
     operator's own word in the identity of the data. allow_shared_root: accept a root that others can write to.
+    compression: see COMPRESSIONS.
     """
 
     root_dir: tuple[str, ...]
@@ -36,6 +39,7 @@ class Options:
     io_timeout_s: float = 30.0
     namespace: str = ""
     allow_shared_root: bool = False
+    compression: str = "none"
 
 
 def parse_options(values: Mapping[str, Any]) -> Options:
@@ -101,9 +105,20 @@ def _arena(value: object, name: str) -> int:
     return size
 
 
-def _choice(value: object, name: str) -> str:
-    if value not in ENGINES:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(ENGINES)}")
+def _engine(value: object, name: str) -> str:
+    return _choice(value, name, ENGINES)
+
+
+def _compression(value: object, name: str) -> str:
+    chosen = _choice(value, name, COMPRESSIONS)
+    if chosen != "none" and find_spec("zstandard") is None:
+        raise ValueError(f"{name}={value!r} needs the package zstandard: pip install 'kvdisk[zstd]'")
+    return chosen
+
+
+def _choice(value: object, name: str, valid: tuple[str, ...]) -> str:
+    if value not in valid:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(valid)}")
     return str(value)
 
 
@@ -138,8 +153,9 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "disk_bytes_to_use": parse_size,
     "cpu_bytes_to_use": _arena,
     "segment_bytes": _segment,
-    "engine": _choice,
+    "engine": _engine,
     "io_timeout_s": _seconds,
     "namespace": _word,
     "allow_shared_root": parse_bool,
+    "compression": _compression,
 }

@@ -23,11 +23,12 @@ PREOPEN_SEGMENTS_MIN = 16
 
 @dataclass(frozen=True)
 class SegmentConfig:
-    """What every segment of this namespace instance has in common. Sizes in bytes."""
+    """What every segment of this namespace instance has in common. Sizes in bytes. compress: what is written to it."""
 
     alignment: int
     segment_bytes: int
     fingerprint: bytes
+    compress: bool = False
 
 
 class Rotation:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdisk import layout
+from kvdisk import codec, layout
 from kvdisk.commands import FoundPack, FoundSegment, ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.io.transfer import TransferLateError
@@ -26,6 +26,9 @@ logger = logging.getLogger("kvdisk")
 _AT_ONCE = 16
 _HEADER_GUESS_BYTES = 64 << 10
 _TAIL_GUESS_BYTES = 64 << 10
+
+_KNOWN_CODECS = np.zeros(256, bool)
+_KNOWN_CODECS[list(codec.KNOWN)] = True
 
 
 class Files(Protocol):
@@ -186,7 +189,8 @@ def decode_segment(found: FoundSegment) -> ScannedSegment:
 
 def _decode_pack(pack: FoundPack) -> ScannedPack:
     entries = np.frombuffer(pack.entries, layout.ENTRY_DTYPE)
-    known = ((entries["codec"] == layout.CODEC_NONE) & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
+    codecs = entries["codec"]
+    known = (_KNOWN_CODECS[codecs] & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
     columns = zip(
         layout.entry_keys(entries),
         layout.entry_keys(entries, "parent"),
@@ -197,7 +201,7 @@ def _decode_pack(pack: FoundPack) -> ScannedPack:
         entries["live_bytes"].tolist(),
         entries["checksum"].tolist(),
         known,
-        entries["codec"].tolist(),
+        codecs.tolist(),
         strict=True,
     )
     chunks = list(map(ScannedChunk._make, columns))

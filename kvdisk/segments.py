@@ -71,6 +71,7 @@ class Segment:
     late: int = 0  # of both: those that missed their deadline, and may never end
     last_used: int = 0
     closing: bool = False  # no further packs; sealed when the last writer is done
+    sizing: int | None = None  # command that writes the last pack here, while nobody knows where that will end
     on_disk: int | None = None  # sequence of the use that a recovery would find here
     older: set[SegmentUse] = field(default_factory=set)  # what holds older versions of keys in this one
 

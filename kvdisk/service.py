@@ -131,7 +131,15 @@ class Service:
             )
             self._directories.append(Directory(claim))
         segments_max = tuple((d.granted_bytes - OVERHEAD_BYTES) // cost for d in self._directories)
-        config = StoreConfig(fingerprint, options.segment_bytes, alignment, segments_max, unit_count, group_parts)
+        config = StoreConfig(
+            fingerprint,
+            options.segment_bytes,
+            alignment,
+            segments_max,
+            unit_count,
+            group_parts,
+            compress=options.compression != "none",
+        )
         store = Store(config, SystemRandom())
         scans, epoch = self._call(self._scan(config))
         # A killed owner's last writes may land after its locks are gone: its open segments are not written to again.

@@ -11,6 +11,7 @@ class WriterStats:
     bytes_rewritten: int = 0
     bytes_written: int = 0  # packs, as sent to the disk
     chunks_flushed: int = 0
+    chunks_compressed: int = 0  # of those
     chunks_not_flushed: int = 0
     chunks_evicted: int = 0
     segments_recycled: int = 0

@@ -58,7 +58,8 @@ class StoreConfig:
     """Sizes of a store.
 
     segment_bytes, alignment: of all segments. segments_max: for each root. unit_count: of the arena, the same on every
-    rank. group_parts: live bytes of a chunk on each rank, by group; None if chunks have one part of any size.
+    rank. group_parts: live bytes of a chunk on each rank, by group; None if chunks have one part of any size. compress:
+    chunks that shrink enough are written so; what is read has been written either way.
     """
 
     fingerprint: bytes
@@ -67,6 +68,7 @@ class StoreConfig:
     segments_max: tuple[int, ...]
     unit_count: int
     group_parts: dict[int, tuple[int, ...]] | None = None
+    compress: bool = False
 
     @property
     def chunk_bytes_max(self) -> int:
@@ -109,7 +111,7 @@ class Store:
             on_failed=self._read_failed,
         )
         self.writer = Writer(
-            SegmentConfig(config.alignment, config.segment_bytes, config.fingerprint),
+            SegmentConfig(config.alignment, config.segment_bytes, config.fingerprint, config.compress),
             self.index,
             self.table,
             rng=rng,

@@ -2,7 +2,8 @@
 
 What must hold:
 - A chunk enters the index only when its pack was written without error, with the checksums of that write.
-- Space is reserved before it is used: a pack and the footer its segment will need fit, or it is not issued.
+- Space is reserved before it is used: a pack and the footer its segment will need fit, or it is not issued. One whose
+  chunks are compressed is planned by the size they have before; the next begins where it ends, once that is known.
 - A disk that refuses space costs one retry in a recycled segment, and is left alone for an interval if that fails,
   too; so is a disk that fails `FAILURES_MAX` writes in a row. Chunks that could not be flushed stay hits as long as
   they have a slot, and what is on disk stays readable: a failing disk costs one segment an interval at most.
@@ -11,7 +12,7 @@ Pure: `pump` is told the time, commands go out and completions come back as data
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
-from itertools import islice
+from itertools import islice, repeat
 from random import Random
 
 from kvdisk import layout
@@ -80,6 +81,7 @@ class Writer:
             recycle=self._eviction.recycle,
         )
         self._alignment = config.alignment
+        self._compress = config.compress
         self._new_id = new_id
         self._late = late
         self._resident_of = resident_of
@@ -134,7 +136,10 @@ class Writer:
     def complete(self, completion: Completion, now: float) -> bool:
         """Take a completion if it is of a command from here; whether it was."""
         if completion.id in self._packs:
-            self._pack_done(completion, now)
+            if completion.packed_bytes:
+                self._pack_sized(completion)
+            else:
+                self._pack_done(completion, now)
             return True
         return self._rotation.complete(completion, now)
 
@@ -173,6 +178,7 @@ class Writer:
             if root.current is not None
             and root.current.state is SegmentState.OPEN
             and root.current.writers < PACKS_INFLIGHT
+            and root.current.sizing is None
             and now >= root.broken_until
         ]
         for root, segment in ready:
@@ -237,11 +243,14 @@ class Writer:
         chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
         sequence = self.next_pack_sequence
         self.next_pack_sequence += 1
-        command = WritePack(self._new_id(), segment.file, segment.header, segment.tail, sequence, chunks)
+        command = WritePack(
+            self._new_id(), segment.file, segment.header, segment.tail, sequence, chunks, self._compress
+        )
         pack_bytes = pack_size(sizes[:count], alignment)
         segment.tail += pack_bytes
         segment.raw_header_bytes += layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * count
         segment.writers += 1
+        segment.sizing = command.id if self._compress else None
         root.inflight_bytes += pack_bytes
         for resident in taken:
             resident.state = State.FLUSHING
@@ -250,10 +259,22 @@ class Writer:
         self._packs[command.id] = (command, taken, pack_bytes)
         self._issue(command)
 
+    def _pack_sized(self, completion: Completion) -> None:
+        """A pack whose chunks were compressed is on its way; what it does not need of its room is free again."""
+        command, residents, planned_bytes = self._packs[completion.id]
+        segment = self.table[command.file.number]
+        assert segment.sizing == completion.id and completion.packed_bytes <= planned_bytes
+        segment.sizing = None
+        segment.tail -= planned_bytes - completion.packed_bytes
+        self.table.roots[command.file.root].inflight_bytes -= planned_bytes - completion.packed_bytes
+        self._packs[completion.id] = (command, residents, completion.packed_bytes)
+
     def _pack_done(self, completion: Completion, now: float) -> None:
         command, residents, pack_bytes = self._packs[completion.id]
         segment = self.table[command.file.number]
         root = self.table.roots[command.file.root]
+        if segment.sizing == completion.id:  # it failed before it had a size
+            segment.sizing = None
         if not completion.settled:
             root.inflight_bytes -= pack_bytes
             if completion.error == 0:
@@ -282,17 +303,20 @@ class Writer:
         number = segment.file.number
         entered = []
         entered_bytes = 0
-        for resident, check in zip(residents, completion.checksums, strict=True):
+        packed = _packed(command, completion) if command.compress else repeat((layout.CODEC_NONE, 0), len(residents))
+        for resident, check, (codec, stored_bytes) in zip(residents, completion.checksums, packed, strict=True):
             if current and not resident.forgotten and not self._is_reachable(resident):
                 self.stats.chunks_evicted += 1
                 resident.replaces = segment.use
             elif current and not resident.forgotten:
                 key, live_bytes = resident.key, resident.live_bytes
-                self.index.add(key, Extent(number, offset, live_bytes, check, resident.group), resident.parent)
+                extent = Extent(number, offset, live_bytes, check, resident.group, codec, stored_bytes)
+                self.index.add(key, extent, resident.parent)
+                self.stats.chunks_compressed += codec != layout.CODEC_NONE
                 entered_bytes += live_bytes
                 resident.replaces = None
                 entered.append(key)
-            offset += resident.stored_bytes
+            offset += stored_bytes or resident.stored_bytes
             resident.state = State.CLEAN
             self._settle(resident)
         segment.payload_bytes += entered_bytes
@@ -330,3 +354,10 @@ class Writer:
             if resident.state is State.FLUSHING:
                 resident.pins += int(completion.late)
                 self._keep_in_memory(resident)
+
+
+def _packed(command: WritePack, completion: Completion) -> list[tuple[int, int]]:
+    """Codec and stored bytes of each chunk as the pack's header has them; the same decoder reads it at a recovery."""
+    pack = layout.decode_pack(completion.pack_header, command.offset, command.header)
+    assert pack is not None, "the data plane wrote a header that nobody will read"
+    return list(zip(pack.entries["codec"].tolist(), pack.entries["stored_bytes"].tolist(), strict=True))

@@ -125,6 +125,8 @@ class SimStore:
         )
         self.plane.threads.shutdown()
         self.plane.threads = InlineExecutor()  # type: ignore[assignment]
+        self.plane.compression.threads.shutdown()
+        self.plane.compression.threads = InlineExecutor()
         self.plane.bounce = BouncePool(_memory)
         self.commands: list[Command] = []  # all that were issued, for tests that count
         self._completions: list[Completion] = []
@@ -142,8 +144,9 @@ class SimStore:
         unit_count: int = 64,
         epochs: dict[int, int] | None = None,
         seed: int = 0,
+        compress: bool = False,
     ) -> "SimStore":
-        config = StoreConfig(FINGERPRINT, segment_bytes, ALIGNMENT, segments_max, unit_count)
+        config = StoreConfig(FINGERPRINT, segment_bytes, ALIGNMENT, segments_max, unit_count, compress=compress)
         engine = SimEngine(disk, faults=faults, reorder=reorder)
         self = cls(disk, engine, config, {} if epochs is None else epochs, seed)
         engine.start([self.memory])

@@ -51,6 +51,7 @@ LAYERS = {
     "kvdisk.io": 2,
     "kvdisk.store": 3,
     "kvdisk.scan": 3,
+    "kvdisk.compression": 3,
     "kvdisk.dataplane": 3,
     "kvdisk.service": 4,
     "kvdisk.api": 5,
