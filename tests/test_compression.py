@@ -5,8 +5,10 @@ disk, for the codec is a chunk's own and no part of the identity of the data.
 """
 
 import asyncio
+import importlib.util
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,31 @@ def test_each_kind_of_store_reads_what_the_other_wrote(first: bool, second: bool
 
     run(write())
     run(read())
+
+
+GOLDEN = Path(__file__).parent / "golden" / "segment_v1_codecs.seg"
+
+
+def test_every_codec_of_the_golden_segment_is_unpacked_to_what_was_packed() -> None:
+    spec = importlib.util.spec_from_file_location("make_segment", GOLDEN.with_name("make_segment_v1_codecs.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    raw = GOLDEN.read_bytes()
+    header = layout.decode_segment_header(raw)
+    assert header == maker.HEADER
+    (pack,) = layout.decode_footer(raw, header) or ()
+    found = {}
+    for key, entry in zip(layout.entry_keys(pack.entries), pack.entries, strict=True):
+        at = pack.offset + int(entry["offset"])
+        stored = memoryview(raw)[at : at + int(entry["stored_bytes"])]
+        assert layout.checksum(stored) == int(entry["checksum"])
+        parts = [bytearray(len(part)) for part in maker.CONTENT[key][1]]
+        assert sum(map(len, parts)) == int(entry["live_bytes"])
+        assert codec.decompress(int(entry["codec"]), [stored], [memoryview(part) for part in parts])
+        found[key] = (int(entry["codec"]), [bytes(part) for part in parts])
+    assert found == maker.CONTENT
 
 
 # ---- where the next pack begins

@@ -13,7 +13,10 @@ from kvdisk import layout
 
 
 class StoredChunk(NamedTuple):
-    """One chunk's payload on disk: `length` bytes from `start` of `path`; parent is b"" for the first of a prefix."""
+    """One chunk's payload on disk: `length` bytes from `start` of `path`, without padding unless it is compressed.
+
+    parent: b"" for the first of a prefix.
+    """
 
     path: Path
     key: bytes
@@ -45,7 +48,7 @@ def chunks_of(path: Path) -> Iterator[StoredChunk]:
             keys, parents = layout.entry_keys(pack.entries), layout.entry_keys(pack.entries, "parent")
             for entry, key, parent in zip(pack.entries, keys, parents, strict=True):
                 place = (int(entry["group"]), int(entry["position"]), offset + int(entry["offset"]))
-                yield StoredChunk(path, key, parent, *place, int(entry["live_bytes"]))
+                yield StoredChunk(path, key, parent, *place, int(min(entry["live_bytes"], entry["stored_bytes"])))
             offset += pack.pack_bytes
 
 

@@ -22,13 +22,19 @@ CONTENT: dict[bytes, tuple[int, list[bytes]]] = {
     b"bf16": (
         codec.ZSTD_PLANES_2,
         [
-            struct.pack("<6000H", *(0x3E00 + (n * n % 3 << 8) + NOISE[n] for n in range(6000))) + b"\x7f",
-            struct.pack("<3000H", *(0xBE00 + (n * n % 2 << 8) + NOISE[n] for n in range(3000))),
+            struct.pack("<6000H", *(0x3E00 + (NOISE[20_000 + n] % 3 << 8) + NOISE[n] for n in range(6000))) + b"\x7f",
+            struct.pack("<3000H", *(0xBE00 + (NOISE[30_000 + n] % 2 << 8) + NOISE[n] for n in range(3000))),
         ],
     ),
     b"fp32": (
         codec.ZSTD_PLANES_4,
-        [b"".join(bytes((NOISE[n], NOISE[n + 9], n % 4, 0x3D + n % 2)) for n in range(5000)) + b"abc"],
+        [
+            b"".join(
+                bytes((NOISE[n], NOISE[n + 9], NOISE[n + 20_000] % 4, 0x3D + NOISE[n + 30_000] % 2))
+                for n in range(5000)
+            )
+            + b"abc"
+        ],
     ),
 }
 
