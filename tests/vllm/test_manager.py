@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvdisk.resident import Resident
 from kvdisk.vllm.lookups import IDLE_STEPS_MAX, NO_SLOT_S_MAX
 from kvdisk.vllm.requests import Groups
 from tests.vllm.desk import Desk, finished
@@ -264,6 +265,26 @@ def test_deferred_requests_cost_a_few_lookups_a_step(engine: Engine) -> None:
             desk.end_step()
             if step:
                 assert desk.lookup_count <= 3 * len(requests)
+
+
+def test_deferred_requests_look_at_a_few_of_their_chunks_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[Resident] = []
+    is_hit = Resident.is_hit.fget
+    assert is_hit is not None
+    monkeypatch.setattr(Resident, "is_hit", property(lambda self: looked_at.append(self) or is_hit(self)))
+    desk = Desk(engine(FULL))
+    tokens = prompt(50)
+    writer = desk.request(tokens)
+    desk.put(writer, desk.keys(writer))
+    requests = [desk.request(tokens) for _ in range(8)]
+    with desk.held_disk():
+        for step in range(3):
+            looked_at.clear()
+            assert {desk.ask(request) for request in requests} == {None}
+            desk.end_step()
+            assert (len(looked_at) <= 2 * len(requests)) == (step > 0)
 
 
 def test_requests_without_a_slot_cost_a_few_lookups_a_step(engine: Engine) -> None:
