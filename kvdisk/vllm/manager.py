@@ -11,19 +11,14 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
 """
 
-import logging
-import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import groupby
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
-    Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -34,28 +29,20 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdisk.errors import DirectoryInUseError
 from kvdisk.resident import Resident
 from kvdisk.service import Service
-from kvdisk.store import Change, Presence
+from kvdisk.store import Presence
+from kvdisk.vllm import events
 from kvdisk.vllm.lookups import Lookups, group_of
 from kvdisk.vllm.metrics import StatsReporter
+from kvdisk.vllm.opening import Opening
 from kvdisk.vllm.requests import Groups, Request
-from kvdisk.vllm.share import TICKETS, Share
+from kvdisk.vllm.reset import Quarantine, declare_stale
+from kvdisk.vllm.share import Share
 from kvdisk.vllm.slots_spec import SlotsSpec
-
-logger = logging.getLogger("kvdisk")
 
 REFUSALS_MAX = 16
 """Steps in a row that an offer is put off before the request is cut."""
-
-RESET_S_MAX = 10.0
-
-OPEN_RETRY_S = 30.0
-"""Between attempts to open a store that another server still holds."""
-
-EVENTS_A_STEP_MAX = 2000
-"""Of the KV events that one step hands out: each costs the scheduler some 16 us, and a restart finds millions."""
 
 
 class KVDiskManager(OffloadingManager):
@@ -88,13 +75,11 @@ class KVDiskManager(OffloadingManager):
         emit_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._open_service: Callable[[], Service] | None = open_service
-        self._open_at = -math.inf
+        self._opening = Opening(open_service, clock)
         self._reset_at_open = False
         self._service: Service | None = None
         self._groups = groups
         self._group_ids = group_ids
-        self._shares = shares
         self._home = home
         self._blocks_per_chunk = blocks_per_chunk
         self._store_threshold = store_threshold
@@ -108,41 +93,28 @@ class KVDiskManager(OffloadingManager):
         self._ticket = 0
         self._storing: dict[bytes, tuple[int, Resident]] = {}
         self._loading: dict[str, list[tuple[int, set[bytes], list[Resident]]]] = {}
-        self._quarantine: list[tuple[int, list[Resident], list[Resident]]] = []
-        self._reporter = StatsReporter()
+        self._quarantine = Quarantine(shares, home, self._abandon, self._let_go)
+        self._reporter = StatsReporter(self.stats)
+        self._heard = 0  # pumps that brought news
         self.counters: Counter[str] = Counter()
 
     # ---- requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Remember the request; the first one opens the store."""
-        if self._open_service is not None:
-            self._start(self._open_service)
+        if self._opening.pending and (service := self._opening.attempt()) is not None:
+            self._start(service)
         self.on_request_finished(req_context)  # an id that is used again starts anew
         self._requests[req_context.req_id] = Request(req_context.req_id)
         return RequestOffloadingContext()
 
-    def _start(self, open_service: Callable[[], Service]) -> None:
-        """Open the store. An engine that serves without its cache is worth more than one that is gone."""
-        if self._clock() < self._open_at:
-            return
-        try:
-            self._service = open_service()
-        except (DirectoryInUseError, OSError) as error:  # the server that this one replaces may still be ending
-            self._open_at = self._clock() + OPEN_RETRY_S
-            logger.error("KV offloading is OFF until %s is over; trying again in %d s", error, OPEN_RETRY_S)
-            return
-        except Exception:
-            self._open_service = None
-            logger.exception("KV offloading to disk is OFF: the store could not be opened")
-            return
-        self._open_service = None
-        store = self._service.store
-        self._lookups = Lookups(store, self._service.pump, self._groups, self.counters, self._clock)
-        if self._emit_events:  # what was found on disk is news to whoever listens
-            store.events = deque((key, Change.STORED) for key in store.index)
+    def _start(self, service: Service) -> None:
+        self._service = service
+        self._lookups = Lookups(service.store, self._pump, self._groups, self.counters, self._clock)
+        if self._emit_events:
+            events.listen(service.store)
         if self._reset_at_open:
-            self._disown_all(self._service)
+            declare_stale(service)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Take back its pins; transfers under way go on."""
@@ -157,7 +129,7 @@ class KVDiskManager(OffloadingManager):
         # Who was scheduled without `prepare_load` loads nothing.
         self._lookups.end_step([self._requests[r] for r in context.new_req_ids if r in self._requests])
         if self._quarantine:
-            self._leave_quarantine()
+            self._quarantine.release()
         self._pump()
 
     # ---- lookups
@@ -279,26 +251,12 @@ class KVDiskManager(OffloadingManager):
         units = sum(self._groups.units[group_of(key)] for _, key in new)
         return not service.store.can_reserve(units) and service.store.could_reserve(units)
 
-    def _parent_of(self, key: bytes, group: int, position: int, request: Request) -> bytes:
-        """The chunk without which `key` can never be hit, as far as it is known; b"" if none is.
-
-        A Mamba state is offered before the full-attention chunk of the same step that ends with it. Their keys differ
-        in the group only.
-        """
-        for head, end in self._groups.parent_position(group, position):
-            if end == position and head != group:
-                return key[:-4] + head.to_bytes(4, "big")
-            if parent := request.chain.get((head, end)):
-                return parent
-        return b""
-
     def _reserve(self, new: list[tuple[int, bytes]], request: Request, service: Service) -> dict[bytes, Resident]:
         accepted: dict[bytes, Resident] = {}
         for position, key in new:
             group = group_of(key)
-            parent = self._parent_of(key, group, position, request)
-            parts = service.store.parts_of(group)
-            resident = service.store.reserve(key, group, parts, position, parent if parent != key else b"")
+            parent = self._groups.parent_of(key, group, position, request.chain)
+            resident = service.store.reserve(key, group, service.store.parts_of(group), position, parent)
             if resident is None:
                 request.cut = position
                 break
@@ -345,7 +303,7 @@ class KVDiskManager(OffloadingManager):
 
     def _pump(self) -> None:
         if self._service is not None:
-            self._service.pump()
+            self._heard += self._service.pump()
 
     def has_pending_work(self) -> bool:
         """Whether chunks are unflushed or in flight; every command has a deadline, so this ends."""
@@ -353,19 +311,8 @@ class KVDiskManager(OffloadingManager):
         return self._service is not None and self._service.store.busy
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What entered and left the disk since the last call, or the first of it.
-
-        vLLM keeps what it says of a chunk until the chunk left the CPU, whoever owns it, so a chunk that is nowhere any
-        more leaves the CPU, too.
-        """
-        events = self._service.store.events if self._service is not None else None
-        if not events:
-            return ()
-        taken = [events.popleft() for _ in range(min(EVENTS_A_STEP_MAX, len(events)))]
-        return [
-            _event(change, [OffloadKey(key) for key, _ in run])
-            for change, run in groupby(taken, key=lambda event: event[1])
-        ]
+        """What entered and left the disk since the last call, or the first of it."""
+        return list(events.take(self._service.store)) if self._service is not None else ()
 
     # ---- reset
 
@@ -383,54 +330,36 @@ class KVDiskManager(OffloadingManager):
             request.chain.clear()
             request.cut = None
         self._pump()
-        self._enter_quarantine()
+        self._enter_quarantine(self._lookups)
         if not self._reset_keeps_disk:
-            self._disown_all(service)
+            declare_stale(service)
 
-    def _disown_all(self, service: Service) -> None:
-        service.store.reset()
-        if not service.write_epoch_now(RESET_S_MAX):
-            logger.error(
-                "the reset is not durable: remove %s before a restart, or stale KV may be served",
-                ", ".join(service.instance_paths),
-            )
-
-    def _enter_quarantine(self) -> None:
+    def _enter_quarantine(self, lookups: Lookups) -> None:
         """vLLM will not report the transfers under way, but its workers still carry them out."""
-        assert self._lookups is not None
         stores: dict[int, list[Resident]] = {}
         for ticket, resident in self._storing.values():
-            self._lookups.store.disown(resident)  # or requests would wait for it
+            lookups.store.disown(resident)  # or requests would wait for it
             stores.setdefault(ticket, []).append(resident)
         self._storing.clear()
-        self._quarantine += [(ticket, residents, []) for ticket, residents in stores.items()]
+        for ticket, residents in stores.items():
+            self._quarantine.put(ticket, stored=residents)
         for jobs in self._loading.values():
             for ticket, keys, residents in jobs:
-                self._lookups.end_load(ticket, keys)
-                self._quarantine.append((ticket, [], residents))
+                lookups.end_load(ticket, keys)
+                self._quarantine.put(ticket, loaded=residents)
         self._loading.clear()
-        assert len(self._quarantine) < TICKETS
 
-    def _leave_quarantine(self, *, flushed: bool = False) -> None:
-        lookups = self._lookups
-        assert lookups is not None
-        kept = []
-        for entry in self._quarantine:
-            ticket, stored, loaded = entry
-            shares = self._shares if loaded else self._home
-            if not flushed and not all(share.has_ended(ticket) for share in shares):
-                kept.append(entry)
-                continue
-            for resident in stored:
-                lookups.store.abandon(resident)
-            for resident in loaded:
-                lookups.let_go(resident)
-        self._quarantine = kept
+    def _abandon(self, resident: Resident) -> None:
+        if self._lookups is not None:
+            self._lookups.store.abandon(resident)
+
+    def _let_go(self, resident: Resident) -> None:
+        if self._lookups is not None:
+            self._lookups.let_go(resident)
 
     def on_reset_flushed(self) -> None:
         """0.33: all workers have ended what was in flight at the reset."""
-        if self._quarantine:
-            self._leave_quarantine(flushed=True)
+        self._quarantine.release(flushed=True)
 
     # ---- reports and the end
 
@@ -440,8 +369,10 @@ class KVDiskManager(OffloadingManager):
         return {**mine, **(self._service.stats() if self._service is not None else {})}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What grew since the last call, as Prometheus increments."""
-        return self._reporter.report(self.stats())
+        """What grew since the last call, as Prometheus increments. Called every step, so built only after changes."""
+        store = self._service.store if self._service is not None else None
+        moved = 0 if store is None else sum(store.counters.values()) + store.writer.stats.chunks_not_flushed
+        return self._reporter.report((self._heard, moved, sum(self.counters.values())))
 
     def shutdown(self) -> None:
         """Flush what can be flushed in time. Idempotent."""
@@ -449,12 +380,4 @@ class KVDiskManager(OffloadingManager):
             self._service.close()
         self._service = None
         self._lookups = None
-        self._open_service = None
-
-
-def _event(change: Change, keys: list[OffloadKey]) -> OffloadingEvent:
-    if change is Change.GONE:
-        # 0.33 can be told that this is nobody's news.
-        quiet = {"metadata_only": True} if hasattr(OffloadingEvent, "metadata_only") else {}
-        return OffloadingEvent(keys, Medium.CPU, removed=True, locality=Locality.LOCAL, **quiet)
-    return OffloadingEvent(keys, Medium.STORAGE, removed=change is Change.REMOVED, locality=Locality.LOCAL)
+        self._opening.give_up()

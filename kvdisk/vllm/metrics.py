@@ -3,7 +3,7 @@
 One table: name of a key in `KVDiskManager.stats`, kind, help. Nothing is computed here, and nothing is scanned.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
@@ -70,24 +70,35 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class StatsReporter:
-    """Turns growing counters into what vLLM wants: increments since the last call."""
+    """Turns growing counters into what vLLM wants: increments since the last call.
 
-    def __init__(self) -> None:
+    Args:
+        stats: counters and sizes, by the names above.
+    """
+
+    def __init__(self, stats: Callable[[], Mapping[str, int | str]]) -> None:
+        self._stats = stats
         self._reported: dict[str, int] = {}
+        self._mark: object = None
 
-    def report(self, stats: Mapping[str, int | str]) -> OffloadingConnectorStats | None:
-        """Increments of counters that grew and gauges as they are; None if no counter moved. Never raises."""
-        out = OffloadingConnectorStats()
-        moved = False
-        for name in COUNTERS:
-            value = stats.get(name, 0)
-            grown = int(value) - self._reported.get(name, 0)
-            if grown > 0:
-                out.increase_counter(PREFIX + name, grown)
-                self._reported[name] = int(value)
-                moved = True
+    def report(self, mark: object) -> OffloadingConnectorStats | None:
+        """Increments of counters that grew and gauges as they are; None if no counter moved. Never raises.
+
+        Args:
+            mark: whatever differs from the last call's if a counter may have moved since; else nothing is looked at.
+        """
+        if mark == self._mark:
+            return None
+        self._mark = mark
+        stats = self._stats()
+        grown = {name: int(stats.get(name, 0)) - self._reported.get(name, 0) for name in COUNTERS}
+        moved = {name: value for name, value in grown.items() if value > 0}
         if not moved:
             return None
+        out = OffloadingConnectorStats()
+        for name, value in moved.items():
+            out.increase_counter(PREFIX + name, value)
+            self._reported[name] = self._reported.get(name, 0) + value
         for name in GAUGES:
             out.set_gauge(PREFIX + name, int(stats.get(name, 0)))
         return out

@@ -111,7 +111,8 @@ class KVDiskTier(SecondaryTierManager):
         self._chains: dict[str, Chain] = {}  # of running requests: (group, position) -> key
         self._refused: dict[str, set[bytes]] = {}  # chunks on disk that a request found no slot for
         self._ended: list[Ended] = []
-        self._reporter = StatsReporter()
+        self._reporter = StatsReporter(self.stats)
+        self._heard = 0  # pumps that brought news
         self.counters: Counter[str] = Counter()
         self._emit_events = self._config.enable_kv_events and self._events_enabled(offloading_spec)
         logger.info(
@@ -314,11 +315,11 @@ class KVDiskTier(SecondaryTierManager):
 
     def _advance(self, service: Service) -> None:
         """Let everybody hear of everybody. Never blocks."""
-        service.pump()
+        self._heard += service.pump()
         self._take(service)
         self._loads.advance()  # first: a request waits for them, and nobody for a store
         self._stores.advance()
-        service.pump()
+        self._heard += service.pump()
 
     def _take(self, service: Service) -> None:
         """What ended: reads, then copies."""
@@ -378,7 +379,9 @@ class KVDiskTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What grew since the last call, as Prometheus increments."""
-        return self._reporter.report(self.stats())
+        store = self._service.store if self._service is not None else None
+        moved = 0 if store is None else sum(store.counters.values()) + store.writer.stats.chunks_not_flushed
+        return self._reporter.report((self._heard, moved, sum(self.counters.values())))
 
     def shutdown(self) -> None:
         """Let copies end, flush what can be flushed in time, and let go of the primary tier's memory. Idempotent."""

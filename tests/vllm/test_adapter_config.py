@@ -253,7 +253,7 @@ def test_a_store_that_another_server_still_holds_is_opened_when_it_ends(engine: 
     """A rolling restart: the new server is up before the old one is gone, and the cap allows for one."""
     now = [0.0]
     old, new = engine(FULL), engine(FULL)
-    new.manager._clock = lambda: now[0]
+    new.manager._opening._clock = lambda: now[0]
     tokens = list(range(3, 300))
     old.serve([tokens])
     assert new.serve([tokens])[0].cached_tokens == 0

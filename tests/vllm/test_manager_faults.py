@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.cli.segment_files import chunks_of, files_of, flip_byte
 from kvdisk.io.protocol import OpKind
+from kvdisk.vllm.opening import Opening
 from tests.vllm.desk import Desk
 from tests.vllm.harness import Harness
 from tests.vllm.models import full, layers, state, window
@@ -211,7 +213,7 @@ def test_a_store_that_cannot_be_opened_turns_offloading_off(engine: Engine, capl
     def refuse() -> None:
         raise OSError(errno.EROFS, "Read-only file system", "/mnt/nvme")
 
-    harness.manager._open_service = refuse
+    harness.manager._opening = Opening(refuse, time.monotonic)
     for _ in range(2):
         (outcome,) = harness.serve([prompt(8)])
         assert (outcome.cached_tokens, outcome.pages_wrong) == (0, 0)

@@ -163,7 +163,7 @@ def test_vllm_forgets_what_it_noted_of_chunks_that_are_nowhere(engine: Engine) -
 
 
 def test_a_restart_hands_out_its_events_in_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdisk.vllm.manager.EVENTS_A_STEP_MAX", 4)
+    monkeypatch.setattr("kvdisk.vllm.events.EVENTS_A_STEP_MAX", 4)
     publish = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
     first = engine(FULL)
     first.serve([prompt(10)])
@@ -220,12 +220,24 @@ def test_stats_are_increments_that_add_up(engine: Engine) -> None:
 
 
 def test_counters_that_shrink_or_are_missing_never_raise() -> None:
-    reporter = StatsReporter()
-    assert reporter.report({}) is None
-    assert reporter.report({"hits": 5, "engine": "posix"}) is not None
-    assert reporter.report({"hits": 3}) is None
-    assert reporter.report({"hits": -1}) is None
-    assert reporter.report({"hits": 6}) is not None
+    stats: dict[str, int | str] = {}
+    reporter = StatsReporter(lambda: stats)
+    assert reporter.report(0) is None
+    for mark, (value, moved) in enumerate([(5, True), (3, False), (-1, False), (6, True)], start=1):
+        stats.update(hits=value, engine="posix")
+        assert (reporter.report(mark) is not None) == moved
+
+
+def test_a_step_in_which_nothing_happened_builds_no_stats(engine: Engine) -> None:
+    """vLLM asks in every step, and most are steps of decoding."""
+    harness = engine(FULL)
+    harness.serve([prompt(5)])
+    harness.manager.get_stats()
+    built: list[object] = []
+    harness.manager._reporter._stats = lambda: built.append(1) or {}
+    for _ in range(5):
+        assert harness.manager.get_stats() is None
+    assert not built
 
 
 def test_lookups_of_requests_that_miss_are_counted(engine: Engine) -> None:

@@ -50,7 +50,7 @@ def reset(harness: Harness) -> None:
 
 
 def slots_under_way(harness: Harness) -> set[int]:
-    return {resident.run.start for _, stored, _ in harness.manager._quarantine for resident in stored}
+    return {resident.run.start for held in harness.manager._quarantine._transfers for resident in held.stored}
 
 
 def step_until_stores_are_held(harness: Harness, held: dict[int, Any]) -> None:
@@ -153,7 +153,7 @@ def test_slots_of_loads_under_way_are_kept_until_they_ended(engine: Engine, told
             share.mark_ended(ticket)
         desk.end_step()
     assert (desk.pinned(), desk.manager._lookups.held_units) == (0, 0)
-    assert desk.manager._quarantine == []
+    assert not desk.manager._quarantine
 
 
 def test_a_reset_that_keeps_the_disk_keeps_hits(engine: Engine) -> None:
