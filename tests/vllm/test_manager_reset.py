@@ -149,7 +149,7 @@ def test_slots_of_loads_under_way_are_kept_until_they_ended(engine: Engine, told
     if told == "by vLLM 0.33":
         desk.manager.on_reset_flushed()
     else:
-        for share in desk.manager._shares:
+        for share in desk.manager._quarantine._shares:
             share.mark_ended(ticket)
         desk.end_step()
     assert (desk.pinned(), desk.manager._lookups.held_units) == (0, 0)
