@@ -37,6 +37,7 @@ from kvdisk.vllm.manager import KVDiskManager
 from kvdisk.vllm.metrics import metric_definitions
 from kvdisk.vllm.requests import Groups
 from kvdisk.vllm.share import Share
+from kvdisk.vllm.version import windows_in_chunks
 from kvdisk.vllm.worker import KVDiskWorker
 
 logger = logging.getLogger("kvdisk")
@@ -196,12 +197,11 @@ class KVDiskOffloadingSpec(OffloadingSpec):
     def _windows(self, geometry: Geometry, chunk_tokens: dict[int, int]) -> dict[int, int]:
         """Groups that are looked up from the tail, and how many chunks of each a hit needs.
 
-        0.33 says so in its config; before, the layers say it, on the workers.
+        The config says so, or (0.32) the layers do, on the workers.
         """
-        groups = self.config.groups
-        if all(hasattr(group, "sliding_window_size_in_chunks") for group in groups):
-            sizes = {group.group_id: group.sliding_window_size_in_chunks for group in groups}
-            return {group_id: int(chunks) for group_id, chunks in sizes.items() if chunks is not None}
+        told = windows_in_chunks(self.config)
+        if told is not None:
+            return told
         tokens = json.loads(str(geometry.facts.get(WINDOW_FACT) or "{}"))
         return {
             group_id: max(1, -(-int(tokens[str(group_id)]) // chunk))
