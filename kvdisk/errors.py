@@ -17,5 +17,9 @@ class EngineUnavailableError(KVDiskError):
     """An I/O engine cannot run here (no io_uring, no binding); the message names the cause and the remedy."""
 
 
+class PlaneUnavailableError(KVDiskError):
+    """The data plane could not be started in a process of its own; the message says why."""
+
+
 class RendezvousError(KVDiskError):
     """Worker ranks did not hand over their shares in time, or disagree on the layout."""

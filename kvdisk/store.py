@@ -93,6 +93,7 @@ class Store:
         self.events: deque[tuple[bytes, Change]] | None = None  # None: nobody listens
         self.settled: list[bytes] | None = None  # keys whose slot came to rest or was lost; None: nobody listens
         self.counters: Counter[str] = Counter()
+        self.disk_is_lost = False
         self._unflushed_units = 0  # of slots that were stored and not flushed yet
         self._late: set[int] = set()  # commands of all kinds that were late and have not settled
         self._replaced = Replaced(self.table)
@@ -153,7 +154,7 @@ class Store:
 
     def can_reserve(self, units: int) -> bool:
         """Whether slots of `units` in all may be stored into now, as far as bounds go."""
-        return self._unflushed_units + units <= self.arena.unit_count // 2
+        return self._unflushed_units + units <= self.arena.unit_count // 2 and not self.disk_is_lost
 
     def could_reserve(self, units: int) -> bool:
         """Whether that will be so once what is unflushed has been flushed."""
@@ -296,6 +297,14 @@ class Store:
         self._resets.write(self.writer.epoch)
         self.counters["resets"] += 1
         return self.writer.epoch
+
+    def lose_disk(self) -> None:
+        """Nothing is read or written any more: chunks in slots stay hits, others are misses, and stores are refused."""
+        self.disk_is_lost = True
+        self._reads.cancel()
+        self._dropped(list(self.index))
+        self.index.clear()
+        self._replaced.clear()
 
     # ---- recovery
 

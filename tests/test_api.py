@@ -270,7 +270,7 @@ async def test_flush_waits_for_what_was_put_before_and_for_nothing_else(
         assert await store.put(b"first", b"opens a segment")
         assert await store.flush()
         service = store._running
-        plane, held = service._plane, list[Command]()
+        plane, held = service.plane.backend.plane, list[Command]()
         assert plane is not None
         start = plane.start
 
@@ -290,7 +290,7 @@ async def test_flush_waits_for_what_was_put_before_and_for_nothing_else(
         assert b"before" in service.store.index
         assert b"later" not in service.store.index
         assert not reading.done()
-        service._loop.call_soon_threadsafe(start, held)
+        service.plane.loop.call_soon_threadsafe(start, held)
         assert await reading == value(b"key-0000", 0, 9000)
         assert await store.flush()
         assert b"later" in service.store.index

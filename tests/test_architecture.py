@@ -53,6 +53,7 @@ LAYERS = {
     "kvdisk.scan": 3,
     "kvdisk.compression": 3,
     "kvdisk.dataplane": 3,
+    "kvdisk.plane": 4,
     "kvdisk.service": 4,
     "kvdisk.api": 5,
     "kvdisk.vllm": 5,

@@ -139,14 +139,14 @@ class Desk:
     def held_disk(self) -> Iterator[None]:
         """Commands are not begun before the end of this block."""
         service = self.manager._service
-        plane, held, begin = service._plane, [], service._plane.start
+        plane, held, begin = service.plane.backend.plane, [], service.plane.backend.plane.start
         plane.start = held.extend
         try:
             yield
         finally:
             plane.start = begin
             service.pump()
-            service._loop.call_soon_threadsafe(lambda: begin(held))
+            service.plane.loop.call_soon_threadsafe(lambda: begin(held))
 
 
 def finished(request: Any) -> Any:

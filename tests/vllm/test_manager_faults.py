@@ -44,7 +44,7 @@ def segments(root: Path) -> list[Path]:
 def break_engine(harness: Harness, kind: OpKind, error: int | None) -> list[Any]:
     """Ops of this kind end with `error`, or (None) never; those that never end are returned."""
     service = harness.manager._service
-    submit, loop, hung = service._engine.submit, service._loop, []
+    submit, loop, hung = service.engine.submit, service.plane.loop, []
 
     def broken(ops: Any) -> None:
         for op in ops:
@@ -55,7 +55,7 @@ def break_engine(harness: Harness, kind: OpKind, error: int | None) -> list[Any]
             else:
                 loop.call_soon(op.done, -error)
 
-    service._engine.submit = broken
+    service.engine.submit = broken
     return hung
 
 
@@ -112,7 +112,7 @@ def test_deleted_files_are_misses(engine: Engine, tmp_path: Path) -> None:
     harness.serve([prompt(1, 9)])
     for path in segments(tmp_path):
         path.unlink()
-    harness.manager._service._plane.files.close()  # as many files do that are not used for a while
+    harness.manager._service.plane.backend.plane.files.close()  # as many files do that are not used for a while
     (outcome,) = harness.serve([prompt(8)])
     assert outcome.pages_wrong == 0 < outcome.pages_right
     assert outcome.cached_tokens == 0
@@ -183,7 +183,7 @@ def test_a_disk_that_never_answers_delays_nobody_for_ever(engine: Engine, kind: 
     assert outcomes[0].cached_tokens == (0 if kind is OpKind.READ else 8 * CHUNK)
     assert not harness.manager.has_pending_work()
     for op in hung:  # and if it answers after all, nobody is confused
-        harness.manager._service._loop.call_soon_threadsafe(op.done, -errno.EIO)
+        harness.manager._service.plane.loop.call_soon_threadsafe(op.done, -errno.EIO)
     harness.serve([prompt(2, 5)])
     assert_at_rest(harness)
 
@@ -200,7 +200,7 @@ def test_slots_of_reads_that_hang_are_not_reused(engine: Engine) -> None:
         desk.put(other, desk.keys(other)[i : i + 4], in_memory=True)
     assert desk.pinned() == 20
     for op in hung:
-        desk.manager._service._loop.call_soon_threadsafe(op.done, -errno.EIO)
+        desk.manager._service.plane.loop.call_soon_threadsafe(op.done, -errno.EIO)
     desk.end_step()
     while desk.pinned():
         desk.manager._service.wait(1)

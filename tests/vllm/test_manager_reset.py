@@ -116,10 +116,10 @@ def test_a_reset_while_the_disk_writes_and_reads_leaves_nothing_stale(engine: En
             share.blocks_written[output.store_spec.units] = 4
         desk.manager.complete_store(output.keys_to_store, context)
         assert desk.ask(reader) is None
-        plane_start = desk.manager._service._plane.start
+        plane_start = desk.manager._service.plane.backend.plane.start
         desk.manager._service.write_epoch_now = lambda timeout_s: True  # it is held, too
         desk.connector.reset_cache()
-        assert desk.manager._service._plane.start is plane_start
+        assert desk.manager._service.plane.backend.plane.start is plane_start
         assert desk.ask(reader) == 0
         assert desk.ask(desk.request(prompt(20, 1))) == 0
     desk.settle()

@@ -60,14 +60,14 @@ def test_a_store_job_ends_with_the_copy_and_not_with_the_disk(start: Start) -> N
     tiers = start()
     tiers.request()
     service = tiers.tier._service
-    begin, held = service._plane.start, []
-    service._plane.start = held.extend
+    begin, held = service.plane.backend.plane.start, []
+    service.plane.backend.plane.start = held.extend
     keys = keys_of(8)
     tiers.write(keys)
     tiers.settle(flush=False)
     tiers.region.rows[:] = 0x55
-    service._plane.start = begin
-    service._loop.call_soon_threadsafe(lambda: begin(held))
+    service.plane.backend.plane.start = begin
+    service.plane.loop.call_soon_threadsafe(lambda: begin(held))
     tiers.forget_host()
     assert tiers.read(keys) == [True] * 8
 
@@ -152,7 +152,7 @@ def test_a_deleted_segment_is_a_miss_and_nobody_raises(start: Start, tmp_path: P
     keys = keys_of(8)
     tiers.write(keys)
     tiers.forget_host()
-    tiers.tier._service._plane.files.close()
+    tiers.tier._service.plane.backend.plane.files.close()
     for path in files_of(tmp_path / "root"):
         path.unlink()
     assert tiers.read(keys) == [False] * 8
@@ -214,13 +214,13 @@ def test_the_tail_is_what_is_not_kept_when_the_disk_does_not_keep_up(
     tiers = start(rows=100)
     tiers.request()
     service = tiers.tier._service
-    begin, held = service._plane.start, []
-    service._plane.start = held.extend
+    begin, held = service.plane.backend.plane.start, []
+    service.plane.backend.plane.start = held.extend
     keys = keys_of(60)  # 32 slots may be unflushed
     tiers.write(keys)
     assert [len(job.waiting) for job in tiers.tier._stores.jobs] == [10]
-    service._plane.start = begin
-    service._loop.call_soon_threadsafe(lambda: begin(held))
+    service.plane.backend.plane.start = begin
+    service.plane.loop.call_soon_threadsafe(lambda: begin(held))
     tiers.forget_host()
     assert tiers.read(keys) == [True] * 42 + [False] * 18
     assert tiers.tier.stats()["stores_cut"] == 18
@@ -273,7 +273,7 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_never_touches_the_row(start: 
     keys = keys_of(4)
     tiers.write(keys)
     tiers.forget_host()
-    plane = tiers.tier._service._plane
+    plane = tiers.tier._service.plane.backend.plane
     release = threading.Event()
     read = plane._transfer._engine.submit
     waiting: list[Any] = []
@@ -286,7 +286,7 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_never_touches_the_row(start: 
     assert tiers.tier.stats()["chunks_late"] == 4
     tiers.region.rows[:] = 0x33
     plane._transfer._engine.submit = read
-    tiers.tier._service._loop.call_soon_threadsafe(lambda: (read(waiting), release.set()))
+    tiers.tier._service.plane.loop.call_soon_threadsafe(lambda: (read(waiting), release.set()))
     assert release.wait(5)
     tiers.settle()
     assert (tiers.region.rows == 0x33).all()

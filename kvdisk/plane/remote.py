@@ -1,0 +1,338 @@
+"""The data plane in a process of its own, as its owner sees it: no thread here, and nothing that blocks.
+
+What must hold:
+- Every command ends, whatever happens to the process. When it dies (or its socket breaks, or it says what cannot be,
+  or nothing for too long) what is out ends at once as `late`, and is `settled` only when the process was reaped and its
+  I/O is over (quiet.py): until then the kernel may still write to the slots. One that is never reaped keeps them.
+- It is started again once, for the same instances, without a scan: the store goes on where it was. After a second
+  death, or if it cannot be started again, the plane is lost, and every command fails at once.
+- The locks stay with the owner all the while.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvdisk.commands import Command, Completion, FoundSegment, ReadChunks, WriteEpoch, WritePack
+from kvdisk.dataplane import Units
+from kvdisk.directory import Directory
+from kvdisk.errors import PlaneUnavailableError
+from kvdisk.io.protocol import EngineInfo
+from kvdisk.options import Options
+from kvdisk.plane import Counts
+from kvdisk.plane.process import PlaneProcess
+from kvdisk.plane.quiet import Quiet
+from kvdisk.plane.wire import (
+    FRAME_BYTES_MAX,
+    Claimed,
+    Do,
+    Done,
+    Event,
+    Found,
+    Open,
+    Opened,
+    Refused,
+    Start,
+    Started,
+    Stop,
+    Stopped,
+    UnitsAt,
+    WireError,
+)
+from kvdisk.store import StoreConfig
+
+logger = logging.getLogger("kvdisk")
+
+START_S_MAX: Final = 60.0
+RESTARTS: Final = 1
+MOURNING_S_MAX: Final = 10.0
+"""How long commands are held for a plane that died and cannot be replaced yet."""
+
+_SILENCE_S: Final = 10.0
+_NEVER_STARTED: Final = EngineInfo("none", direct=False, registered=False, detail="")
+
+
+class ProcessPlane:
+    """See `Plane` and the module's docstring.
+
+    Args:
+        options, checksums: see Backend.
+        units: with the memfds behind them, which are duplicated.
+    """
+
+    def __init__(self, options: Options, units: Sequence[Units], *, checksums: bool = True) -> None:
+        assert all(unit.fd >= 0 for unit in units), "a process can only be given shared memory"
+        self.info = _NEVER_STARTED
+        self.is_lost = False
+        self._options = options
+        self._checksums = checksums
+        self._units = [UnitsAt(os.dup(unit.fd), unit.memory.size, unit.start) for unit in units]
+        self._process: PlaneProcess | None = None
+        self._is_dead = False
+        self._restarts = 0
+        self._quiet: Quiet | None = None
+        self._mourned_since = 0.0
+        self._directories: Sequence[Directory] = ()
+        self._config: StoreConfig | None = None
+        self._out: dict[int, tuple[float, Command]] = {}  # with when they were sent, oldest first
+        self._late: dict[int, Command] = {}  # reported as late, not settled
+        self._held: list[Command] = []
+        self._ready: list[Completion] = []
+        self._counts = self._counts_before = Counts()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, as long as there is one."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def counts(self) -> Counts:
+        """See Plane; of all processes."""
+        return Counts(*map(sum, zip(self._counts_before, self._counts, strict=True)))
+
+    # ---- opening
+
+    def start(self) -> int:
+        """See Plane."""
+        self._launch()
+        assert self._process is not None
+        event = self._process.next_event(START_S_MAX)
+        if not isinstance(event, Started):
+            raise PlaneUnavailableError(f"the data plane said {type(event).__name__} at its start")
+        self.info = event.info
+        return event.alignment
+
+    def open(self, directories: Sequence[Directory], config: StoreConfig, take: Callable[[FoundSegment], None]) -> int:
+        """See Plane."""
+        self._directories, self._config = directories, config
+        assert self._process is not None
+        try:
+            self._send_open(scan=True)
+            while isinstance(event := self._process.next_event(None), Found):
+                take(event.segment)
+        except PlaneUnavailableError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        if not isinstance(event, Opened):
+            raise OSError(errno.EIO, f"the data plane said {type(event).__name__} while it was opened")
+        return event.epoch
+
+    def _launch(self) -> None:
+        options = self._options
+        memfds = [unit.fd for unit in self._units]
+        self._process = PlaneProcess(memfds, FRAME_BYTES_MAX + options.segment_bytes)
+        level = logger.getEffectiveLevel()
+        try:
+            self._process.sender.send(Start(options, self._units, self._checksums, level))
+        except (OSError, UnicodeError) as error:  # UnicodeError: a path that is not text
+            raise PlaneUnavailableError(f"the data plane cannot be told what to do: {error}") from error
+
+    def _send_open(self, *, scan: bool) -> None:
+        assert self._process is not None and self._config is not None
+        claimed = [Claimed(d.root, d.namespace, d.instance, d.cap_bytes) for d in self._directories]
+        locks = [directory.lock_fd for directory in self._directories]
+        self._process.sender.send_with_fds(Open(claimed, self._config, scan), locks)
+
+    # ---- at work
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """See Plane."""
+        if self.is_lost:
+            self._ready += [Completion(command.id, error=errno.EIO) for command in commands]
+        elif self._is_dead:
+            self._held += commands
+        else:
+            assert self._process is not None
+            now = time.monotonic()
+            self._out.update((command.id, (now, command)) for command in commands)
+            try:
+                self._process.sender.send(Do(list(commands)))
+            except OSError as error:
+                self._die(f"its socket broke ({error.strerror})")
+
+    def completions(self) -> list[Completion]:
+        """See Plane."""
+        if self._is_dead:
+            self._mourn()
+        elif self._out or self._late:
+            self._receive()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wait(self, timeout_s: float) -> None:
+        """See Plane."""
+        if self._ready:
+            return
+        if self._process is None:
+            time.sleep(timeout_s)
+        elif not self._is_dead:
+            self._process.wait(timeout_s)
+        elif self._quiet is None:
+            self._process.wait(timeout_s, for_end=True)
+        else:
+            time.sleep(min(timeout_s, 0.002))
+
+    def _receive(self) -> None:
+        assert self._process is not None
+        try:
+            for event in self._process.events():
+                self._take(event)
+        except WireError as error:
+            self._die(str(error))
+        except OSError as error:
+            self._die(f"its socket broke ({error.strerror})")
+        if self._out:
+            sent_at, command = next(iter(self._out.values()))
+            # A command makes a few calls, one after the other, each with this deadline.
+            if time.monotonic() - sent_at > 4 * self._options.io_timeout_s + _SILENCE_S:
+                self._die(f"no word of a {type(command).__name__}")
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Done):
+            for completion in event.completions:
+                self._check(completion)
+            self._ready += event.completions
+            self._counts = event.counts
+            self.info = event.info or self.info
+        elif isinstance(event, Started):  # after a restart
+            self.info = event.info
+        elif isinstance(event, Refused):
+            raise WireError(f"it cannot go on: {event.text}")
+        elif not isinstance(event, Opened):
+            raise WireError(f"{type(event).__name__} came while at work")
+
+    def _check(self, completion: Completion) -> None:
+        """Note that a command ended; WireError unless it can have ended like this."""
+        if completion.packed_bytes:  # of a pack that is compressed; its end is yet to come
+            _, command = self._out.get(completion.id, (0.0, None))
+            if not isinstance(command, WritePack) or not command.compress:
+                raise WireError(f"command {completion.id} has a size, but is no pack to be compressed")
+            return
+        if completion.settled:
+            command = self._late.pop(completion.id, None)
+        else:
+            _, command = self._out.pop(completion.id, (0.0, None))
+            if completion.late and command is not None:
+                self._late[completion.id] = command
+        if command is None:
+            raise WireError(f"command {completion.id} ended, but was not out")
+        if completion.error == 0 and not completion.settled and not _fits(command, completion):
+            raise WireError(f"{type(command).__name__} {completion.id} ended with results that are not its own")
+
+    # ---- when it dies
+
+    def _die(self, why: str) -> None:
+        if self._is_dead:
+            return
+        assert self._process is not None
+        self._is_dead = True
+        self._process.kill()
+        self._mourned_since = time.monotonic()
+        logger.warning("kvdisk: the data plane (pid %d) is gone: %s", self._process.pid, why)
+        for number, (_, command) in self._out.items():
+            self._ready.append(Completion(number, error=errno.EIO, late=True))
+            self._late[number] = command
+        self._out.clear()
+
+    def _mourn(self) -> None:
+        """Settle what was out once nothing of the process is left, and then replace it."""
+        process = self._process
+        if process is None:
+            return
+        if self._quiet is None and process.is_reaped:
+            self._quiet = Quiet(self._paths())
+        if self._quiet is not None and self._quiet.reached:
+            self._ready += [Completion(number, settled=True) for number in self._late]
+            self._late.clear()
+            process.bury()
+            self._process = self._quiet = None
+            self._counts_before, self._counts = self.counts, Counts()
+            self._replace(process.end)
+        elif time.monotonic() - self._mourned_since > MOURNING_S_MAX:
+            self._lose("its last I/O does not end")
+
+    def _paths(self) -> set[str]:
+        """Of the files that the commands which are out read or write."""
+        return {
+            self._directories[command.file.root].segment_path(command.file.number)
+            for command in self._late.values()
+            if not isinstance(command, WriteEpoch)
+        }
+
+    def _replace(self, how: str) -> None:
+        if self.is_lost:
+            return
+        if self._restarts == RESTARTS:
+            self._lose(how)
+            return
+        self._restarts += 1
+        try:
+            self._launch()
+            self._send_open(scan=False)
+        except (PlaneUnavailableError, OSError) as error:
+            stillborn, self._process = self._process, None
+            if stillborn is not None:
+                stillborn.kill()
+                stillborn.bury()
+            self._lose(str(error))
+            return
+        assert self._process is not None
+        logger.warning("kvdisk: the data plane ended (%s) and was started again, pid %d", how, self._process.pid)
+        self._is_dead = False
+        held, self._held = self._held, []
+        if held:
+            self.send(held)
+
+    def _lose(self, why: str) -> None:
+        if self.is_lost:
+            return
+        self.is_lost = True
+        logger.error(
+            "kvdisk: KV offloading to disk is OFF until the server is restarted: the data plane died (%s)", why
+        )
+        held, self._held = self._held, []
+        self.send(held)
+
+    # ---- the end
+
+    def close(self, timeout_s: float) -> bool:
+        """See Plane. A process that does not end in time ends by itself when what it waits for does."""
+        process, self._process = self._process, None
+        idle = False
+        if process is not None:
+            deadline = time.monotonic() + timeout_s
+            if not self._is_dead:
+                idle = self._stop(process, timeout_s / 2, deadline)
+            idle = process.await_end(deadline - time.monotonic()) and idle
+            process.bury()
+        for unit in self._units:
+            os.close(unit.fd)
+        self._units = []
+        self._is_dead = self.is_lost = True
+        return idle
+
+    def _stop(self, process: PlaneProcess, stop_s: float, deadline: float) -> bool:
+        """Have it end by itself; whether nothing was in progress any more when it did."""
+        try:
+            process.sender.send(Stop(stop_s))
+            while (left := deadline - time.monotonic()) > 0:
+                process.wait(left)
+                for event in process.events():
+                    if isinstance(event, Stopped):
+                        return event.idle
+        except (OSError, WireError):
+            pass
+        return False
+
+
+def _fits(command: Command, completion: Completion) -> bool:
+    """Whether a successful result has the shape that its command asks for."""
+    if isinstance(command, ReadChunks):
+        count = len(command.items)
+        return len(completion.verified) == count and len(completion.errors) in (0, count)
+    if isinstance(command, WritePack):
+        checks = completion.checksums
+        return len(checks) == len(command.chunks) and min(checks) >= 0 and len(completion.pack_header) > 0
+    return True
