@@ -104,7 +104,8 @@ class DataPlane:
         self._checksums = checksums
         self.bounce = BouncePool()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")  # these never touch a disk
-        self.compression = Compression(units, alignment, checksums=checksums)
+        places = [(one.memory, one.start) for one in units]
+        self.compression = Compression(places, alignment, checksums=checksums)
         self.files = OpenFiles(engine, timeout_s, call)
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_read = 0
