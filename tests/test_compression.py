@@ -20,11 +20,16 @@ import kvdisk
 from kvdisk import codec, layout
 from kvdisk.commands import PackChunk, ReadItem, WritePack
 from kvdisk.compression import Compression
+from kvdisk.dataplane import Units
 from kvdisk.io.sim import Fault, SimDisk
+from kvdisk.memory import shared_memory
+from kvdisk.options import parse_options
 from kvdisk.plan import footprint
+from kvdisk.service import Service, Tenancy
+from kvdisk.units import UNIT_BYTES, round_up
 from tests import test_crash
 from tests.simstore import ALIGNMENT, InlineExecutor, SimStore, _memory, run
-from tests.test_codec import gaussian
+from tests.test_codec import gaussian, padded
 
 zstandard = pytest.importorskip("zstandard", reason="the optional package is not installed")
 
@@ -428,3 +433,44 @@ def test_compression_without_the_package_is_refused_with_the_remedy(monkeypatch:
     with pytest.raises(ValueError, match=r"compression='zstd' needs .* pip install 'kvdisk\[zstd\]'"):
         kvdisk.open("/tmp", capacity="1GiB", compression="zstd")
     kvdisk.open("/tmp", capacity="1GiB", compression="none")
+
+
+@pytest.mark.parametrize("in_process", [False, True], ids=["thread", "process"])
+def test_the_data_plane_compresses_wherever_it_runs(tmp_path: Path, in_process: bool) -> None:
+    memory, fd = shared_memory(16 << 20)
+    values = {b"%d" % n: gaussian(30_000 + n, "bf16", n) for n in range(20)}
+    options = parse_options({
+        "root_dir": tmp_path, "disk_bytes_to_use": "64MiB", "cpu_bytes_to_use": "16MiB", "compression": "zstd",
+    })  # fmt: skip
+    service = Service(
+        options,
+        Tenancy({"test": 1}, ("main",)),
+        [Units(memory, 0, fd)],
+        unit_count=memory.size // UNIT_BYTES,
+        in_process=in_process,
+    )
+    try:
+        store = service.store
+        for key, data in values.items():
+            filling = store.reserve(key, 0, (len(data),), 0, b"")
+            assert filling is not None
+            start = filling.run.start * UNIT_BYTES
+            memory.view[start : start + round_up(len(data), UNIT_BYTES)] = padded(data)
+            store.commit([filling])
+        assert service.drain(30.0)
+        stats = service.stats()
+        assert stats["chunks_compressed"] == stats["chunks_flushed"] == len(values)
+        assert int(stats["bytes_written"]) < 0.8 * int(stats["bytes_flushed"])
+        store.drop_slots()
+        memory.view[:] = bytes(memory.size)
+        loading = {key: store.promote(key) for key in values}
+        assert service.drain(30.0)
+        for key, data in values.items():
+            resident = loading[key]
+            assert resident is not None
+            assert not resident.forgotten
+            start = resident.run.start * UNIT_BYTES
+            assert memory.view[start : start + len(data)] == data
+    finally:
+        service.close()
+        os.close(fd)
