@@ -3,19 +3,16 @@
 import contextlib
 import itertools
 import json
-import os
-import select
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from environments import AbsentError
+from talk import Talker, TalkError
 
-ANSWER_S_MAX = 300.0
-START_S_MAX = 120.0
 MIB = 1 << 20
 
 
@@ -63,75 +60,30 @@ class ProcessContestant:
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
         self._case: Case
-        self._log = log
-        with log.open("w") as errors:
-            # The first entry of PYTHONPATH is this checkout, for kvdisk's own sake; the peers do not import from it.
-            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
+        self._talker = Talker(name, command, log)
         try:
-            while not self._answer(START_S_MAX).get("ready"):
-                pass
-        except RuntimeError:
-            self.close()
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise AbsentError(lines[-1] if lines else "it does not start") from None
+            self._talker.wait_until_ready()
+        except TalkError as error:
+            raise AbsentError(str(error)) from None
 
     def prepare(self, case: Case, directory: Path) -> None:
         """Make files and handles."""
         self._case = case
-        self._ask(op="prepare", directory=str(directory), **asdict(case))
+        self._talker.ask(op="prepare", directory=str(directory), **asdict(case))
 
     def measure(self, op: str) -> Sample:
         """One pass of "store" or "load"."""
-        found = self._ask(op=op)
+        found = self._talker.ask(op=op)
         total = self._case.total // self._case.bs * self._case.bs
         return Sample(total / found["seconds"] / 1e6, found["cpu"] * 2**30 / total)
 
     def finish(self) -> None:
         """End of the case."""
-        self._ask(op="finish")
+        self._talker.ask(op="finish")
 
     def close(self) -> None:
         """End of the peer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def _ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise RuntimeError(f"{self.name} has ended ({error}); see {self._log}") from None
-        answer = self._answer(ANSWER_S_MAX)
-        if "error" in answer:
-            raise RuntimeError(f"{self.name}: {answer['error']}")
-        return answer
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next line that is an answer; libraries print before the peer can stop them."""
-        stdout = self._process.stdout
-        assert stdout is not None
-        while True:
-            if not select.select([stdout], [], [], timeout_s)[0]:
-                raise RuntimeError(f"{self.name} does not answer; see {self._log}")
-            line = stdout.raw.readline() if hasattr(stdout, "raw") else stdout.readline()
-            if not line:
-                raise RuntimeError(f"{self.name} has ended; see {self._log}")
-            with contextlib.suppress(json.JSONDecodeError):
-                answer = json.loads(line)
-                if isinstance(answer, dict):
-                    return answer
+        self._talker.close()
 
 
 class Fio:
