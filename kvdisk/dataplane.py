@@ -56,14 +56,10 @@ _GIL_WAIT_S = 1e-3
 
 
 class Units(NamedTuple):
-    """One rank's units of the arena: its memory, and where in it the first unit lies.
-
-    fd: the memfd behind it, for a data plane in another process; -1 if there is none.
-    """
+    """One rank's units of the arena: its memory, and where in it the first unit lies."""
 
     memory: Memory
     start: int
-    fd: int = -1
 
 
 class DataPlane:

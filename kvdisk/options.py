@@ -14,6 +14,7 @@ from typing import Any
 from kvdisk.units import GIB, MIB, UNIT_BYTES, format_size, parse_size, round_up
 
 ENGINES = ("auto", "io_uring", "posix")
+DATA_PLANES = ("process", "thread")
 COMPRESSIONS = ("none", "zstd")
 SEGMENT_BYTES_MIN = 1 * MIB
 SEGMENT_BYTES_MAX = 16 * GIB
@@ -28,6 +29,7 @@ class Options:
     root_dir: one directory a disk. disk_bytes_to_use: hard cap over all of them. cpu_bytes_to_use: of the arena.
     segment_bytes: of one file. engine: see ENGINES. io_timeout_s: after which a command is given up. namespace: an
     operator's own word in the identity of the data. allow_shared_root: accept a root that others can write to.
+    data_plane: see DATA_PLANES; a process needs an arena in shared memory.
     compression: see COMPRESSIONS.
     """
 
@@ -39,6 +41,7 @@ class Options:
     io_timeout_s: float = 30.0
     namespace: str = ""
     allow_shared_root: bool = False
+    data_plane: str = "process"
     compression: str = "none"
 
 
@@ -116,6 +119,10 @@ def _compression(value: object, name: str) -> str:
     return chosen
 
 
+def _data_plane(value: object, name: str) -> str:
+    return _choice(value, name, DATA_PLANES)
+
+
 def _choice(value: object, name: str, valid: tuple[str, ...]) -> str:
     if value not in valid:
         raise ValueError(f"{name}={value!r} is none of {', '.join(valid)}")
@@ -157,5 +164,6 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "io_timeout_s": _seconds,
     "namespace": _word,
     "allow_shared_root": parse_bool,
+    "data_plane": _data_plane,
     "compression": _compression,
 }

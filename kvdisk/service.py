@@ -53,12 +53,13 @@ class Service:
     Args:
         options: checked already.
         tenancy: whose data.
-        units: one a rank that has slots; with their memfds, if the data plane shall be a process.
+        units: one a rank that has slots.
         unit_count: units of the arena (the smallest rank's).
         group_parts: see StoreConfig.
         on_ready: called on the data plane's thread when completions wait; must not block. Not with a process.
         checksums: see DataPlane.
-        in_process: the data plane is a process of its own, or, with a warning, a thread if none can be started.
+        memfds: one a unit. With them the data plane is a process of its own, unless the options want a thread or (with
+            a warning) none can be started.
 
     Raises:
         ValueError: a root that cannot be used; nothing was changed.
@@ -76,18 +77,19 @@ class Service:
         group_parts: dict[int, tuple[int, ...]] | None = None,
         on_ready: Callable[[], None] | None = None,
         checksums: bool = True,
-        in_process: bool = False,
+        memfds: Sequence[int] = (),
     ) -> None:
         for path in options.root_dir:
             check_root(path, options.allow_shared_root)
         self._options = options
         self._units = units
+        self._memfds = memfds
         self._checksums = checksums
         self._on_ready = on_ready
         self._pid = os.getpid()
         self._closed = False
         self._directories: list[Directory] = []
-        self.plane, alignment = self._start_plane(in_process)
+        self.plane, alignment = self._start_plane()
         try:
             self.store = self._open(tenancy, alignment, unit_count, group_parts)
         except BaseException:
@@ -96,11 +98,11 @@ class Service:
 
     # ---- opening
 
-    def _start_plane(self, in_process: bool) -> tuple[Plane, int]:
+    def _start_plane(self) -> tuple[Plane, int]:
         """The plane, started, and the alignment that it found."""
         plane: Plane
-        if in_process:
-            plane = ProcessPlane(self._options, self._units, checksums=self._checksums)
+        if self._options.data_plane == "process" and self._memfds:
+            plane = ProcessPlane(self._options, self._units, self._memfds, checksums=self._checksums)
             try:
                 return plane, self._started(plane)
             except PlaneUnavailableError as error:

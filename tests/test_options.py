@@ -63,7 +63,8 @@ def test_an_impossible_value_is_refused_with_its_name_and_itself(name: str, valu
 
 def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"'disk_byte'.*did you mean disk_bytes_to_use.*cpu_bytes_to_use, disk_bytes_to_use"
+        ValueError,
+        match=r"'disk_byte'.*did you mean disk_bytes_to_use.*cpu_bytes_to_use, data_plane, disk_bytes_to_use",
     ):
         parse_options({**GOOD, "disk_byte": 1})
 

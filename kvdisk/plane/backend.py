@@ -102,7 +102,7 @@ class Backend:
         return found, _begin_epoch(instances, found)
 
     async def _scan(self, root: int, instance: Instance, config: StoreConfig, numbers: set[int]) -> list[FoundSegment]:
-        """The segments to keep of one root; others are removed. `numbers`: taken by other roots; this one's are added."""
+        """The segments to keep of one root; others are removed. `numbers`: taken by others; its own are added."""
         assert self.engine is not None and self.plane is not None
         scanner = Scanner(
             self.plane.files,

@@ -59,17 +59,20 @@ class ProcessPlane:
     """See `Plane` and the module's docstring.
 
     Args:
-        options, checksums: see Backend.
-        units: with the memfds behind them, which are duplicated.
+        options, units, checksums: see Backend.
+        memfds: one a unit, of the memory that it lies in; they are duplicated.
     """
 
-    def __init__(self, options: Options, units: Sequence[Units], *, checksums: bool = True) -> None:
-        assert all(unit.fd >= 0 for unit in units), "a process can only be given shared memory"
+    def __init__(
+        self, options: Options, units: Sequence[Units], memfds: Sequence[int], *, checksums: bool = True
+    ) -> None:
         self.info = _NEVER_STARTED
         self.is_lost = False
         self._options = options
         self._checksums = checksums
-        self._units = [UnitsAt(os.dup(unit.fd), unit.memory.size, unit.start) for unit in units]
+        self._units = [
+            UnitsAt(os.dup(memfd), unit.memory.size, unit.start) for unit, memfd in zip(units, memfds, strict=True)
+        ]
         self._process: PlaneProcess | None = None
         self._is_dead = False
         self._restarts = 0

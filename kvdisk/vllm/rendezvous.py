@@ -131,8 +131,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_remove_sockets)  # for tidiness; who is killed leaves a name behind, and the next offer removes it
 
 
-def offer(engine_id: str, share: Share) -> None:
-    """Offer this process's share of `engine_id`; a share with a memfd also to other processes.
+def offer(engine_id: str, share: Share, *, elsewhere: bool = True) -> None:
+    """Offer this process's share of `engine_id`; a share with a memfd also to other processes, unless all are in this.
 
     A later offer of the same engine and rank replaces the earlier one (elastic scaling). Whoever attached the earlier
     one keeps it.
@@ -146,7 +146,7 @@ def offer(engine_id: str, share: Share) -> None:
         if server is not None:
             server.close()
         _shares[key] = share
-        if share.fd is not None:
+        if share.fd is not None and elsewhere:
             directory = _open_directory()
             try:
                 _remove_stale(directory)

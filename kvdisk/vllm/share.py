@@ -64,7 +64,7 @@ class Share:
             the whole chunk. Between: only its last so many blocks. `POISONED`: nothing in the slot can be trusted.
         ended: uint64[TICKETS]; ask `has_ended`.
         creator_pid, creator_start: the process that created it (start in clock ticks since boot).
-        fd: the memfd, to hand over; None for a private or attached share.
+        fd: the memfd, to hand over; None for a private share.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Share:
         Args:
             geometry: this rank's layout.
             unit_count: 0 for a rank that reads another rank's units.
-            shared: in a memfd that other processes can map; else private memory, which gets huge pages more easily.
+            shared: in a memfd that other processes can map, else private memory.
 
         Raises:
             ValueError: unit_count out of range.
@@ -138,7 +138,9 @@ class Share:
         if plan.size > size:
             raise ValueError(f"share of {size} bytes, its header needs {plan.size}")
         geometry = Geometry.from_json(bytes(memory.view[_HEADER.size : _HEADER.size + geometry_bytes]))
-        return cls(memory, plan, geometry, unit_count, (creator[0], creator[1]))
+        share = cls(memory, plan, geometry, unit_count, (creator[0], creator[1]))
+        share.fd = os.dup(fd)
+        return share
 
     @property
     def rank(self) -> int:

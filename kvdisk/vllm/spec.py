@@ -92,13 +92,13 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         unit_count = 0 if reads_rank_0 else self._units_a_rank()
         in_one_process = facts.get(INFO_FACT + "executor_backend") == "uni" and config.parallel.world_size == 1
         if self._worker is None:
-            share = Share.create(geometry, unit_count, shared=not in_one_process)
+            share = Share.create(geometry, unit_count, shared=self._must_share or not in_one_process)
         else:
             share, before = self._worker
             before.shutdown()
             if share.geometry.to_json() != geometry.to_json():
                 raise RuntimeError("the KV caches of a running engine were laid out anew; restart it to offload again")
-        rendezvous.offer(config.engine_id, share)
+        rendezvous.offer(config.engine_id, share, elsewhere=not in_one_process)
         timeout = self._adapter.rendezvous_timeout_s
         units = rendezvous.find(config.engine_id, 0, timeout) if reads_rank_0 else None
         worker = KVDiskWorker(
@@ -113,6 +113,11 @@ class KVDiskOffloadingSpec(OffloadingSpec):
         size = format_size(unit_count * UNIT_BYTES)
         logger.info("kvdisk: rank %d has %s of arena (%s%s)", rank, size, share.pages, ", pinned" * worker.pinned)
         return worker
+
+    @property
+    def _must_share(self) -> bool:
+        """Whether the arena goes to a data plane in another process, too."""
+        return self._adapter.options.data_plane == "process"
 
     def _units_a_rank(self) -> int:
         ranks = 1 if self.replicated_layout else self.config.parallel.world_size
@@ -157,6 +162,7 @@ class KVDiskOffloadingSpec(OffloadingSpec):
                 [Units(*share.memory_units) for share in home],
                 unit_count=unit_count,
                 group_parts=parts,
+                memfds=[share.fd for share in home if share.fd is not None],
             )
 
         return KVDiskManager(

@@ -26,14 +26,16 @@ def pytest_report_header() -> str | None:
 def engine(tmp_path: Path) -> "Iterator[Callable[..., Harness]]":
     """`engine(specs, **kwargs)` starts a Harness over tmp_path/root with a small arena; closed at the end of the test.
 
-    `extra` of the keywords goes to the connector's extra config, the rest to Harness.
+    Its data plane is on a thread, where tests can reach it. `extra` of the keywords goes to the connector's extra
+    config, the rest to Harness.
     """
     from tests.vllm.harness import Harness
 
     running: list[Harness] = []
 
     def start(specs: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any) -> Harness:
-        config = connector(tmp_path / "root", **{"cpu_bytes_to_use": "4MiB", "segment_bytes": "4MiB", **(extra or {})})
+        small = {"cpu_bytes_to_use": "4MiB", "segment_bytes": "4MiB", "data_plane": "thread"}
+        config = connector(tmp_path / "root", **{**small, **(extra or {})})
         long = {"max_model_len": 16384, "hf_overrides": {"max_position_embeddings": 65536}}
         kwargs = {**long, "memory_bytes": 48 << 20, "max_num_batched_tokens": 256, **kwargs}
         running.append(Harness(specs, config, tmp_path / "models", **kwargs))

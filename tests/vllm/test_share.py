@@ -41,7 +41,7 @@ def test_what_one_side_writes_the_other_reads():
     theirs = Share.attach(mine.fd)
     assert theirs.geometry == GEOMETRY
     assert (theirs.creator_pid, theirs.creator_start) == (os.getpid(), process_start(os.getpid()))
-    assert theirs.fd is None
+    assert theirs.fd not in (None, mine.fd), "its own, to be handed on to a data plane"
     mine.units[:] = 7
     mine.blocks_written[3] = POISONED
     mine.mark_ended(70_000)
