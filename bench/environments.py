@@ -32,8 +32,8 @@ class PeerSpec:
 
 PEERS = (
     PeerSpec("fio best", ""),
-    PeerSpec("kvdisk", "kvdisk_store.py", ("on", "auto")),
-    PeerSpec("kvdisk no checksums", "kvdisk_store.py", ("off", "auto")),
+    PeerSpec("kvdisk", "kvdisk_store.py", ("on", "auto", "process")),  # as vLLM runs it
+    PeerSpec("kvdisk no checksums", "kvdisk_store.py", ("off", "auto", "process")),
     PeerSpec("vLLM fs tier", "fs_tier.py", environment="vllm"),
     PeerSpec("aiofiles", "aio_files.py", environment="aiofiles", requirements=(("aiofiles==25.1.0",),)),
     PeerSpec("LMCache raw posix", "lmcache_raw.py", ("posix",), "lmcache-raw", (("lmcache-rust-raw-block-io",),)),

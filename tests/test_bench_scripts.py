@@ -151,13 +151,14 @@ def test_every_bar_a_script_can_give_has_a_row():
 # ---- peers
 
 
-def test_a_peer_in_a_process_of_its_own_is_measured_and_cleans_up(tmp_path):
+@pytest.mark.parametrize(("plane", "pages"), [("thread", "huge"), ("process", "huge"), ("process", "4k")])
+def test_a_peer_in_a_process_of_its_own_is_measured_and_cleans_up(tmp_path, plane, pages):
     contestants = module("contestants")
     script = BENCH / "peers" / "kvdisk_store.py"
-    one = contestants.ProcessContestant("kvdisk", [sys.executable, str(script), "on", "posix"], tmp_path / "log")
+    one = contestants.ProcessContestant("kvdisk", [sys.executable, str(script), "on", "posix", plane], tmp_path / "log")
     try:
-        one.prepare(contestants.Case(bs=BS, total=SIZE, requests=2, fresh=True), tmp_path / "data")
-        assert one.measure("store").mb_per_s > 0
+        one.prepare(contestants.Case(bs=BS, total=SIZE, requests=2, pages=pages, fresh=True), tmp_path / "data")
+        assert one.measure("store").cpu_s_per_gib > 0
         assert one.measure("load").mb_per_s > 0
         with pytest.raises(RuntimeError, match="kvdisk: "):
             one.measure("sideways")

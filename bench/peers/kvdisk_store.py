@@ -1,4 +1,4 @@
-"""kvdisk itself. Arguments: on or off (checksums), and an engine."""
+"""kvdisk itself. Arguments: on or off (checksums), an engine, and "process" or "thread" for the data plane."""
 
 import sys
 from pathlib import Path
@@ -25,6 +25,7 @@ class KVDisk(Peer):
             checksums=sys.argv[1] == "on",
             pages=case["pages"],
             segment_bytes=128 << 20,
+            data_plane=sys.argv[3],
         )
         self._workload = Workload(self._root, self._setup)
         if not self.fresh:

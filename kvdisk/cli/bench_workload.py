@@ -10,7 +10,9 @@ read was in memory before. Prints nothing.
 """
 
 import ctypes
+import fcntl
 import mmap
+import os
 import resource
 import shutil
 import time
@@ -25,8 +27,9 @@ import numpy as np
 
 from kvdisk.dataplane import Units
 from kvdisk.io.protocol import Memory
-from kvdisk.memory import private_memory
+from kvdisk.memory import private_memory, shared_memory
 from kvdisk.options import default_segment_bytes, parse_options
+from kvdisk.plane.remote import ProcessPlane
 from kvdisk.resident import Resident
 from kvdisk.service import Service, Tenancy
 from kvdisk.units import GIB, MIB, UNIT_BYTES, round_up
@@ -44,8 +47,8 @@ _MADV_NOHUGEPAGE = 15  # <asm-generic/mman-common.h>; the mmap module lacks it b
 class Setup:
     """What is measured.
 
-    bs: bytes of a chunk. size: bytes a job moves in a pass. pages: of the arena, "huge" or "4k". Other names are those
-    of `kvdisk bench`.
+    bs: bytes of a chunk. size: bytes a job moves in a pass. pages: of the arena, "huge" or "4k". data_plane: "thread",
+    over private memory, or "process", over shared memory, as vLLM has it. Other names are those of `kvdisk bench`.
 
     Raises:
         ValueError: sizes that do not go together.
@@ -60,6 +63,7 @@ class Setup:
     pages: str = "huge"
     arena_bytes: int = ARENA_BYTES_DEFAULT
     segment_bytes: int = 0  # 0: chosen
+    data_plane: str = "thread"
 
     def __post_init__(self) -> None:
         if self.bs <= 0 or self.bs % UNIT_BYTES:
@@ -211,7 +215,7 @@ class Workload:
         self.written = 0  # chunks named so far
         self.in_flight: dict[bytes, tuple[Job, Resident, int]] = {}  # key -> whose, what, when asked for in ns
         try:
-            self.memory = random_memory(setup.arena_bytes, setup.pages)
+            self.memory, memfds = _arena(setup)
             capacity, segment = setup.capacity()
             options = parse_options(
                 {
@@ -220,15 +224,21 @@ class Workload:
                     "cpu_bytes_to_use": setup.arena_bytes,
                     "segment_bytes": segment,
                     "engine": setup.engine,
+                    "data_plane": setup.data_plane,
                 }
             )
-            self.service = Service(
-                options,
-                Tenancy({"bench": setup.bs}, ("bench",)),
-                [Units(self.memory, 0)],
-                unit_count=setup.arena_bytes // UNIT_BYTES,
-                checksums=setup.checksums,
-            )
+            try:
+                self.service = Service(
+                    options,
+                    Tenancy({"bench": setup.bs}, ("bench",)),
+                    [Units(self.memory, 0)],
+                    unit_count=setup.arena_bytes // UNIT_BYTES,
+                    checksums=setup.checksums,
+                    memfds=memfds,
+                )
+            finally:
+                for fd in memfds:
+                    os.close(fd)
             if not setup.direct:
                 self.service.engine.use_buffered("asked for")
         except BaseException:
@@ -305,7 +315,8 @@ class Workload:
             result = results.setdefault(job.label, Result(job.direction, self.setup, 0))
             result.iodepth += job.iodepth
         self.service.store.settled = []
-        before, start = _cpu(), time.monotonic_ns()
+        plane_pid = self.plane_pid
+        before, start = _cpu(plane_pid), time.monotonic_ns()
         moved, moved_at, sampled_at = 0, start, start
         running = list(jobs)
         while running:
@@ -336,7 +347,7 @@ class Workload:
                 between()
             elif running and not any(issued):
                 self.service.wait(0.01)
-        after = _cpu()
+        after = _cpu(plane_pid)
         self.service.store.settled = None
         for result in results.values():
             result.cpu_s = (after[0] - before[0], after[1] - before[1])
@@ -360,6 +371,11 @@ class Workload:
                 result.clat_ns.append(now - asked)
                 result.bytes += resident.live_bytes
 
+    @property
+    def plane_pid(self) -> int | None:
+        """Of the data plane, where that is a process of its own."""
+        return self.service.plane.pid if isinstance(self.service.plane, ProcessPlane) else None
+
     def write_all(self) -> Result:
         """One pass of writes."""
         result = self.run(self.writers())["write"]
@@ -372,26 +388,53 @@ class Workload:
             self.write_all()
 
 
-def _cpu() -> tuple[float, float]:
+def _cpu(plane_pid: int | None) -> tuple[float, float]:
+    """Seconds of this process in user mode and in the kernel; the plane's own process, undivided, counts as user."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime, used.ru_stime
+    # The kernel's number of a process's CPU clock: MAKE_PROCESS_CPUCLOCK in <linux/posix-timers.h>, as glibc has it.
+    plane = 0.0 if plane_pid is None else time.clock_gettime((~plane_pid << 3) | 2)
+    return used.ru_utime + plane, used.ru_stime
+
+
+def _arena(setup: Setup) -> tuple[Memory, list[int]]:
+    """The arena, full of random bytes; for a process also its descriptor."""
+    if setup.data_plane == "thread":
+        return random_memory(setup.arena_bytes, setup.pages), []
+    memory, fd = shared_memory(setup.arena_bytes) if setup.pages == "huge" else _small_shared_pages(setup.arena_bytes)
+    _fill(memory)
+    return memory, [fd]
 
 
 def random_memory(size: int, pages: str = "huge") -> Memory:
     """Private memory full of random bytes, in transparent huge pages, or ("4k") kept from them for comparison."""
     memory = private_memory(size) if pages == "huge" else _small_pages(size)
+    _fill(memory)
+    return memory
+
+
+def _fill(memory: Memory) -> None:
     words = np.frombuffer(memory.view, np.uint64)
     rng = np.random.default_rng(0)
     step = 32 * MIB // 8
     for start in range(0, len(words), step):
         part = words[start : start + step]
         part[:] = rng.integers(0, 1 << 63, len(part), np.uint64)
-    return memory
 
 
 def _small_pages(size: int) -> Memory:
+    return _mapped(-1, round_up(size, 2 * MIB), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _small_shared_pages(size: int) -> tuple[Memory, int]:
     size = round_up(size, 2 * MIB)
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fd = os.memfd_create("kvdisk-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return _mapped(fd, size, mmap.MAP_SHARED), fd
+
+
+def _mapped(fd: int, size: int, flags: int) -> Memory:
+    area = mmap.mmap(fd, size, flags=flags)
     area.madvise(_MADV_NOHUGEPAGE)
     view = memoryview(area)
     return Memory(view, ctypes.addressof(ctypes.c_char.from_buffer(area)), "4 KiB")
