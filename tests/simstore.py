@@ -40,8 +40,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_s
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._virtual_s = max(self._virtual_s, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        if not self._ready:  # type: ignore[attr-defined]
+            timers = [timer.when() for timer in self._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+            self._virtual_s = max(self._virtual_s, min(timers, default=0.0))
         super()._run_once()  # type: ignore[misc]
 
 

@@ -71,7 +71,7 @@ spans_lists = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_si
 @settings(max_examples=200, deadline=None)
 def test_pieces_cover_all_bytes_once_and_in_order(memory, runs, piece_pages):
     spans = [Span(memory, start * PAGE, length * PAGE) for start, length in runs]
-    pieces = list(cut(merged(spans, PAGE), piece_pages * PAGE, PAGE))
+    pieces = list(cut(merged(spans, PAGE), sum(s.length for s in spans), piece_pages * PAGE, PAGE))
     flat = [page for span in spans for page in range(span.start, span.start + span.length, PAGE)]
     assert [
         page for _, piece in pieces for span in piece for page in range(span.start, span.start + span.length, PAGE)
@@ -85,7 +85,7 @@ def test_pieces_cover_all_bytes_once_and_in_order(memory, runs, piece_pages):
 
 def test_more_than_1024_scattered_spans_make_more_than_one_op(memory):
     spans = [Span(memory, 2 * page * PAGE, PAGE) for page in range(1000)] * 3
-    assert [len(piece) for _, piece in cut(merged(spans, PAGE), 64 * MIB, PAGE)] == [1024, 1024, 952]
+    assert [len(piece) for _, piece in cut(merged(spans, PAGE), 3000 * PAGE, 64 * MIB, PAGE)] == [1024, 1024, 952]
 
 
 def test_neighbours_in_memory_become_one_span(memory):
@@ -302,12 +302,9 @@ async def turns(count):
 
 def expire(rig):
     """The deadline of everything under way is now."""
-    loop = asyncio.get_running_loop()
-    for handle in [handle for handle in loop._scheduled if not handle.cancelled()]:
-        if handle._callback == rig.transfer._expire:
-            arguments = handle._args
-            handle.cancel()
-            rig.transfer._expire(*arguments)
+    for job in rig.transfer._unfinished:
+        job.deadline = 0.0
+    rig.transfer._on_timer()
 
 
 async def test_a_late_transfer_says_when_its_memory_is_free(memory):
@@ -446,15 +443,69 @@ async def test_writes_are_never_starved_by_reads(memory):
     assert reads
 
 
-async def test_writes_leave_most_of_the_depth_to_reads(memory):
+async def test_writes_leave_half_of_the_bytes_in_flight_and_three_quarters_beside_reads(memory):
     rig = Rig(memory, [Fault("write", never=True, count=1000)], inflight_bytes_max=MIB)
     write = asyncio.ensure_future(rig.transfer.write(rig.fd, 0, [rig.span(0, 4 * MIB)]))
     await turns(10)
-    assert rig.transfer.inflight_bytes == MIB // 4
+    assert rig.transfer.inflight_bytes == MIB // 2
     await rig.transfer.read(rig.fd, 0, [rig.span(4 * MIB, MIB)])
+    rig.engine.faults = ()
+    for _ in range(3):
+        rig.engine.faults = (Fault("write", never=True, count=1000),)
+        rig.engine.release()
+        await turns(5)
+        assert rig.transfer.inflight_bytes == MIB // 4, "for some megabytes after the last read, too"
     rig.engine.faults = ()
     rig.engine.release()
     await write
+
+
+def order_of(rig, jobs):
+    """Which of `jobs` (first byte of its file range -> name) each op belongs to, as a string."""
+    return "".join(jobs[op.offset // MIB] for op in rig.ops)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+async def test_a_short_transfer_does_not_wait_for_a_long_one(memory, kind):
+    rig = Rig(memory, iodepth=2)
+    move = getattr(rig.transfer, kind)
+    long = asyncio.ensure_future(move(rig.fd, 0, [rig.span(0, MIB)]))
+    await turns(3)
+    issued = len(rig.ops)
+    await move(rig.fd, MIB, [rig.span(MIB, 16 * KIB)])
+    assert not long.done()
+    assert order_of(rig, "ls")[issued] == "s"
+    await long
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+async def test_a_long_transfer_gets_half_of_the_bytes_beside_any_number_of_short_ones(memory, kind):
+    rig = Rig(memory, iodepth=2)
+    move = getattr(rig.transfer, kind)
+    long = asyncio.ensure_future(move(rig.fd, 0, [rig.span(0, MIB)]))
+    await turns(1)
+    shorts = [asyncio.ensure_future(move(rig.fd, MIB, [rig.span(MIB, 16 * KIB)])) for _ in range(400)]
+    await long
+    order = order_of(rig, "ls")
+    between = [len(run) for run in order[: order.rindex("l")].strip("l").split("l")]
+    assert between[0] <= 2 * 4 + 4, "two pieces' worth ahead, and"
+    assert max(between[1:]) <= 4, "a piece's worth a piece from there on"
+    await asyncio.gather(*shorts)
+
+
+async def test_long_reads_leave_half_of_the_bytes_in_flight_to_short_ones(memory):
+    rig = Rig(memory, [Fault("read", never=True, count=1000)], inflight_bytes_max=MIB)
+    tasks = [asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(0, 4 * MIB)]))]
+    await turns(5)
+    assert rig.transfer.inflight_bytes == MIB, "all where there are none"
+    tasks.append(asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(0, 16 * KIB)])))
+    await turns(1)
+    rig.engine.release()
+    await turns(5)
+    assert rig.transfer.inflight_bytes == MIB // 2 + 16 * KIB
+    rig.engine.faults = ()
+    rig.engine.release()
+    await asyncio.gather(*tasks)
 
 
 async def test_a_full_write_queue_refuses_and_counts_nothing_twice(memory):

@@ -15,11 +15,11 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvdisk.errors import EngineUnavailableError
 from kvdisk.io.files import FileCalls, drop_cached
-from kvdisk.io.protocol import Memory, Op, OpKind
+from kvdisk.io.protocol import Memory, Op, OpKind, nobody
 from kvdisk.io.spans import span_bytes
 
 log = logging.getLogger("kvdisk")
@@ -33,6 +33,7 @@ class PosixEngine(FileCalls):
             raise ValueError(f"iodepth must be 1 to 1024, not {iodepth}")
         super().__init__("posix")
         self.iodepth = iodepth
+        self.after_done: Callable[[], object] = nobody
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._completed: deque[tuple[Op, int]] = deque()
         self._waking = False
@@ -114,3 +115,4 @@ class PosixEngine(FileCalls):
             except Exception as error:  # a bug of one owner must not lose the completions of the others
                 assert self._loop is not None
                 self._loop.call_exception_handler({"message": "done() of an op failed", "exception": error})
+        self.after_done()

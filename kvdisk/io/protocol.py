@@ -9,7 +9,6 @@ top of it and turns raw results into complete transfers. Two halves:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -48,18 +47,30 @@ class OpKind(Enum):
     WRITE = "write"
 
 
-@dataclass(slots=True, eq=False)
 class Op:
     """One read or write of `spans`, in order, at `offset` of the open file `fd`.
 
     The spans stay borrowed until `done` was called. At most 1024 spans (IOV_MAX) and less than 2 GiB in all.
     """
 
-    kind: OpKind
-    fd: int
-    offset: int
-    spans: tuple[Span, ...]
-    done: Callable[[int], None]
+    __slots__ = ("_done", "fd", "kind", "offset", "spans")
+
+    def __init__(
+        self, kind: OpKind, fd: int, offset: int, spans: tuple[Span, ...], done: Callable[[int], object]
+    ) -> None:
+        self.kind = kind
+        self.fd = fd
+        self.offset = offset
+        self.spans = spans
+        self._done = done
+
+    def done(self, result: int) -> None:
+        """Called once, by the engine."""
+        self._done(result)
+
+
+def nobody() -> None:
+    """Whom an engine tells of ended batches as long as nobody wants to know."""
 
 
 class EngineInfo(NamedTuple):
@@ -76,6 +87,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     iodepth: int  # ops in flight at most; what is submitted beyond it waits inside, in order
+    after_done: Callable[[], object]  # called after each batch of `done`s, so that whoever submits does it once a batch
 
     def use_buffered(self, reason: str) -> bool:
         """Give up direct I/O for good, on every file of this engine; False when that has happened before."""

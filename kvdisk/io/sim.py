@@ -9,10 +9,10 @@ import asyncio
 import errno
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdisk.io.protocol import EngineInfo, Memory, Op, OpKind
+from kvdisk.io.protocol import EngineInfo, Memory, Op, OpKind, nobody
 from kvdisk.io.simdisk import PAGE_BYTES, SECTOR_BYTES, SimDisk, SimFile, SimulatedCrashError, Write, some_sectors
 from kvdisk.io.spans import addresses
 
@@ -77,6 +77,7 @@ class SimEngine:
         self.info = EngineInfo("sim", direct=True, registered=False, detail="")
         self.disk = disk
         self.iodepth = iodepth
+        self.after_done: Callable[[], object] = nobody
         self.faults = tuple(faults)
         self.hit: list[Fault] = []
         self._alignment = alignment
@@ -224,6 +225,7 @@ class SimEngine:
                 op.done(result)
             except Exception as error:  # a bug of one owner must not lose the completions of the others
                 asyncio.get_running_loop().call_exception_handler({"message": "done() failed", "exception": error})
+        self.after_done()
         self._turn_soon()
 
     def _start(self, op: Op) -> None:

@@ -66,13 +66,15 @@ def merged(spans: Sequence[Span], alignment: int) -> list[Span]:
     return joined
 
 
-def cut(spans: Sequence[Span], piece_bytes: int, alignment: int) -> Iterator[tuple[int, tuple[Span, ...]]]:
-    """Cut one contiguous run of the file into pieces of about equal size: (bytes, spans) each.
+def cut(spans: Sequence[Span], total: int, piece_bytes: int, alignment: int) -> Iterator[tuple[int, tuple[Span, ...]]]:
+    """Cut one contiguous run of the file, of `total` bytes, into pieces of about equal size: (bytes, spans) each.
 
     At most `piece_bytes` (a multiple of `alignment`) and `SPANS_MAX` spans a piece. Equal, because a full piece
     followed by a small rest costs the device a request of its own for little.
     """
-    total = sum(span.length for span in spans)
+    if total <= piece_bytes and len(spans) <= SPANS_MAX:  # most reads
+        yield total, tuple(spans)
+        return
     count = -(-total // piece_bytes)
     target = min(piece_bytes, -(-total // (count * alignment)) * alignment)
     piece: list[Span] = []

@@ -7,29 +7,25 @@ moved" or one exception. Invariants:
 - When `read` or `write` ends, returned or raised, the kernel has given back all its memory. One exception, and it says
   so: `TransferLateError`, whose `settled` resolves when it has. Cancelling the awaiting task waits like that, too.
 - At most `inflight_bytes_max` bytes and `engine.iodepth` ops are with the engine; queued writes are bounded in bytes.
-- One future a transfer, none an op: asyncio spends more on a future than the kernel on 1 MiB of huge pages.
+- One future a transfer, none an op, and one timer for all: asyncio spends more on a future than the kernel on 1 MiB of
+  huge pages.
 
-Order. Reads go before queued writes: a request waits for a read, nobody waits for a write. Writes use at most a quarter
-of the bytes in flight, because a read's latency is made of the writes it meets in the device. They never starve: after
-`_READ_PIECES_A_WRITE` pieces of reads have overtaken a waiting write, one piece of a write goes. Within a direction,
-transfers go in the order they came.
+Which piece goes when, `order.py` says.
 """
 
 import asyncio
 import contextlib
 import errno
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvdisk.io.errnos import Meaning, classify
-from kvdisk.io.protocol import Engine, Op, OpKind, Span
+from kvdisk.io.order import Job, Order, Piece
+from kvdisk.io.protocol import Engine, OpKind, Span
 from kvdisk.io.spans import cut, merged, skip
 
-_READ_PIECES_A_WRITE: Final = 16
-_WRITE_SHARE: Final = 4
 _TRIES_MAX: Final = 8
 _BACK_OFF_S: Final = 0.001  # doubled at each try: a quarter of a second in all
 
@@ -58,64 +54,6 @@ class TransferCounts:
     late: int = 0
 
 
-class _Job:
-    """One transfer: pieces not issued yet, and how many are with the engine (or wait to be tried again)."""
-
-    __slots__ = (
-        "cancelled",
-        "error",
-        "fd",
-        "future",
-        "kind",
-        "late",
-        "outstanding",
-        "pieces",
-        "settled",
-        "timer",
-        "what",
-    )
-
-    def __init__(self, kind: OpKind, fd: int, what: str, future: "asyncio.Future[None]") -> None:
-        self.kind = kind
-        self.fd = fd
-        self.what = what  # "read of 4096 bytes at offset 0"
-        self.future = future
-        self.pieces: deque[_Piece] = deque()
-        self.outstanding = 0
-        self.error: Exception | None = None
-        self.cancelled = False
-        self.late = False
-        self.settled: asyncio.Future[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def over(self) -> bool:
-        """Its end is decided; only what the kernel holds is waited for."""
-        return self.cancelled or self.late or self.error is not None
-
-
-class _Piece:
-    """What one op moves; a short or refused op is submitted again from the same piece."""
-
-    __slots__ = ("held_bytes", "job", "length", "offset", "owner", "refused", "spans", "tries")
-
-    def __init__(self, owner: "Transfer", job: _Job, offset: int, length: int, spans: tuple[Span, ...]) -> None:
-        self.owner = owner
-        self.job = job
-        self.offset = offset
-        self.length = length
-        self.spans = spans
-        self.held_bytes = length  # of the budget in flight, until the whole piece is done
-        self.tries = 0  # without progress
-        self.refused = False
-
-    def op(self) -> Op:
-        return Op(self.job.kind, self.job.fd, self.offset, self.spans, self.done)
-
-    def done(self, result: int) -> None:
-        self.owner._on_result(self, result)
-
-
 class Transfer:
     """Reads and writes of any size and number of spans, through `engine`. One event loop's thread uses it.
 
@@ -133,7 +71,7 @@ class Transfer:
         engine: Engine,
         *,
         alignment: int = 4096,
-        piece_bytes: int = 2 << 20,
+        piece_bytes: int = 4 << 20,
         inflight_bytes_max: int = 64 << 20,
         write_queue_bytes_max: int = 1 << 30,
         timeout_s: float = 30.0,
@@ -143,21 +81,31 @@ class Transfer:
         if inflight_bytes_max < piece_bytes or write_queue_bytes_max < 0 or timeout_s <= 0:
             raise ValueError("inflight_bytes_max must hold one piece; write_queue_bytes_max and timeout_s be positive")
         self.counts = TransferCounts()
-        self.inflight_ops = 0  # pieces with the engine or about to be tried again
-        self.inflight_bytes = 0
-        self.write_queue_bytes = 0
         self._engine = engine
         self._alignment = alignment
         self._piece_bytes = piece_bytes
-        self._inflight_bytes_max = inflight_bytes_max
         self._write_queue_bytes_max = write_queue_bytes_max
         self._timeout_s = timeout_s
-        self._write_bytes_max = max(piece_bytes, inflight_bytes_max // _WRITE_SHARE)
-        self._write_inflight_bytes = 0
-        self._reads: deque[_Job] = deque()
-        self._writes: deque[_Job] = deque()
+        self._order = Order(engine.iodepth, piece_bytes, inflight_bytes_max)
+        self._unfinished: dict[Job, None] = {}  # by deadline, for all have the same time
+        self._timer: asyncio.TimerHandle | None = None
         self._pumping = False
-        self._overtaken_bytes = 0  # reads issued since a write has been waiting
+        engine.after_done = self._pump
+
+    @property
+    def inflight_ops(self) -> int:
+        """Ops with the engine or about to be tried again."""
+        return self._order.inflight_ops
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of these."""
+        return self._order.inflight_bytes
+
+    @property
+    def write_queue_bytes(self) -> int:
+        """Bytes of writes that wait to be issued."""
+        return self._order.write_queue_bytes
 
     async def read(self, fd: int, offset: int, spans: Sequence[Span]) -> None:
         """Fill `spans`, in order, from the file at `offset`.
@@ -194,7 +142,7 @@ class Transfer:
         except asyncio.CancelledError:
             # The kernel cannot be cancelled: it writes into this memory until it is done.
             job.cancelled = True
-            self._drop_pieces(job)
+            self._order.drop(job)
             while job.outstanding and not job.late:
                 job.future = asyncio.get_running_loop().create_future()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -203,29 +151,29 @@ class Transfer:
                 raise self._late_error(job) from None
             raise
         finally:
-            if job.timer is not None:
-                job.timer.cancel()
+            self._unfinished.pop(job, None)
 
-    def _accept(self, kind: OpKind, fd: int, offset: int, spans: Sequence[Span]) -> _Job | None:
+    def _accept(self, kind: OpKind, fd: int, offset: int, spans: Sequence[Span]) -> Job | None:
         """Check, cut and queue a transfer; None if there is nothing to move."""
         if offset < 0 or offset % self._alignment:
             raise ValueError(f"offset {offset}: direct I/O wants multiples of {self._alignment}")
         runs = merged(spans, self._alignment)
-        total = sum(span.length for span in runs)
+        total = sum([length for _, _, length in runs])
         if not total:
             return None
-        if kind is OpKind.WRITE:
-            if self.write_queue_bytes and self.write_queue_bytes + total > self._write_queue_bytes_max:
-                waiting = f"{self.write_queue_bytes} of {self._write_queue_bytes_max} bytes of writes wait already"
-                raise BlockingIOError(errno.EAGAIN, waiting)
-            self.write_queue_bytes += total
+        waiting = self._order.write_queue_bytes
+        if kind is OpKind.WRITE and waiting and waiting + total > self._write_queue_bytes_max:
+            text = f"{waiting} of {self._write_queue_bytes_max} bytes of writes wait already"
+            raise BlockingIOError(errno.EAGAIN, text)
         loop = asyncio.get_running_loop()
-        job = _Job(kind, fd, f"{kind.value} of {total} bytes at offset {offset}", loop.create_future())
-        for length, piece in cut(runs, self._piece_bytes, self._alignment):
-            job.pieces.append(_Piece(self, job, offset, length, piece))
+        job = Job(kind, offset, total, loop.create_future(), loop.time() + self._timeout_s, self._on_result)
+        for length, piece in cut(runs, total, self._piece_bytes, self._alignment):
+            job.pieces.append(Piece(job, fd, offset, length, piece))
             offset += length
-        job.timer = loop.call_later(self._timeout_s, self._expire, job)
-        (self._writes if kind is OpKind.WRITE else self._reads).append(job)
+        self._order.add(job)
+        self._unfinished[job] = None
+        if self._timer is None:
+            self._timer = loop.call_at(job.deadline, self._on_timer)
         return job
 
     # --- issuing
@@ -236,58 +184,31 @@ class Transfer:
             return
         self._pumping = True
         try:
-            while (piece := self._next()) is not None:
-                pieces = [piece]
-                while (piece := self._next()) is not None:
-                    pieces.append(piece)
+            while pieces := self._order.take():
                 self._submit(pieces)
         finally:
             self._pumping = False
 
-    def _submit(self, pieces: list[_Piece]) -> None:
+    def _submit(self, pieces: list[Piece]) -> None:
         self.counts.ops += len(pieces)
         try:
-            self._engine.submit([piece.op() for piece in pieces])
+            self._engine.submit(pieces)
         except Exception as error:  # a closed engine, or one of another thread: it took none of them
             for piece in pieces:
                 self._fail(piece, error)
 
-    def _next(self) -> _Piece | None:
-        """Take the next piece, and its share of the budgets; None if none may go now."""
-        if self.inflight_ops >= self._engine.iodepth:
-            return None
-        reads, writes = _first(self._reads), _first(self._writes)
-        if writes is not None and self._write_inflight_bytes + writes.pieces[0].length > self._write_bytes_max:
-            writes = None
-        starving = writes is not None and self._overtaken_bytes >= _READ_PIECES_A_WRITE * self._piece_bytes
-        job = writes if reads is None or starving else reads
-        if job is None:
-            return None
-        piece = job.pieces[0]
-        if self.inflight_ops and self.inflight_bytes + piece.length > self._inflight_bytes_max:
-            return None
-        job.pieces.popleft()
-        job.outstanding += 1
-        self.inflight_ops += 1
-        self.inflight_bytes += piece.length
-        if job is writes:
-            self._overtaken_bytes = 0
-            self.write_queue_bytes -= piece.length
-            self._write_inflight_bytes += piece.length
-        elif writes is not None:
-            self._overtaken_bytes += piece.length
-        return piece
-
-    def _again(self, piece: _Piece) -> None:
+    def _again(self, piece: Piece) -> None:
         """Submit a piece once more, which keeps its share of the budgets."""
         if piece.job.over:
             self._settle(piece)
-            return
-        self._submit([piece])
+        else:
+            self._submit([piece])
+        self._pump()
 
     # --- results
 
-    def _on_result(self, piece: _Piece, result: int) -> None:
+    def _on_result(self, piece: Piece, result: int) -> None:
+        """An op ended. What may go next is issued when the engine has told of all that ended with it."""
         if result > 0:
             if piece.job.kind is OpKind.READ:
                 self.counts.read_bytes += result
@@ -300,7 +221,7 @@ class Transfer:
         else:
             self._refused(piece, -result)
 
-    def _short(self, piece: _Piece, result: int) -> None:
+    def _short(self, piece: Piece, result: int) -> None:
         """Go on from where the kernel stopped, at the last aligned boundary: direct I/O takes no other."""
         self.counts.short_results += 1
         moved = result - result % self._alignment
@@ -315,7 +236,7 @@ class Transfer:
         else:
             self._back_off(piece, errno.EIO)
 
-    def _refused(self, piece: _Piece, code: int) -> None:
+    def _refused(self, piece: Piece, code: int) -> None:
         meaning = classify(code)
         if meaning is Meaning.RETRY:
             self._back_off(piece, code)
@@ -328,7 +249,7 @@ class Transfer:
         else:
             self._fail(piece, self._error(code, piece, os.strerror(code)))
 
-    def _back_off(self, piece: _Piece, code: int) -> None:
+    def _back_off(self, piece: Piece, code: int) -> None:
         """Try again a little later, if it has not been tried too often."""
         piece.tries += 1
         if piece.tries > _TRIES_MAX:
@@ -337,32 +258,27 @@ class Transfer:
         self.counts.retries += 1
         asyncio.get_running_loop().call_later(_BACK_OFF_S * 2 ** (piece.tries - 1), self._again, piece)
 
-    def _error(self, code: int, piece: _Piece, text: str) -> OSError:
+    def _error(self, code: int, piece: Piece, text: str) -> OSError:
         self.counts.errors += 1
         return OSError(code, f"{text}: {piece.job.kind.value} of {piece.length} bytes at offset {piece.offset}")
 
-    def _fail(self, piece: _Piece, error: Exception) -> None:
+    def _fail(self, piece: Piece, error: Exception) -> None:
         """The transfer fails with its first error, once the kernel has given back its other pieces."""
         if not piece.job.over:
             piece.job.error = error
-            self._drop_pieces(piece.job)
+            self._order.drop(piece.job)
         self._settle(piece)
 
     # --- ends
 
-    def _settle(self, piece: _Piece) -> None:
+    def _settle(self, piece: Piece) -> None:
         """The kernel has given back this piece."""
         job = piece.job
-        self.inflight_ops -= 1
-        self.inflight_bytes -= piece.held_bytes
-        if job.kind is OpKind.WRITE:
-            self._write_inflight_bytes -= piece.held_bytes
-        job.outstanding -= 1
+        self._order.give_back(piece)
         if not job.outstanding and not job.pieces:
             self._end(job)
-        self._pump()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         if job.settled is not None:
             if not job.settled.done():
                 job.settled.set_result(None)
@@ -373,10 +289,21 @@ class Transfer:
         else:
             job.future.set_result(None)
 
-    def _expire(self, job: _Job) -> None:
+    def _on_timer(self) -> None:
+        """Expire what is past its deadline, and come again for the next."""
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        for job in list(self._unfinished):
+            if job.deadline > loop.time():
+                self._timer = loop.call_at(job.deadline, self._on_timer)
+                break
+            del self._unfinished[job]
+            self._expire(job)
+
+    def _expire(self, job: Job) -> None:
         """Past the deadline: what was not issued never will be, and what was is waited for by `settled`."""
         self.counts.late += 1
-        self._drop_pieces(job)
+        self._order.drop(job)
         job.late = True
         job.settled = asyncio.get_running_loop().create_future()
         if not job.outstanding:
@@ -384,19 +311,7 @@ class Transfer:
         if not job.future.done():
             job.future.set_exception(self._late_error(job))
 
-    def _late_error(self, job: _Job) -> TransferLateError:
+    def _late_error(self, job: Job) -> TransferLateError:
         assert job.settled is not None
-        text = f"{job.what} not done after {self._timeout_s} s; {job.outstanding} of its ops are still with the kernel"
+        text = f"{job} not done after {self._timeout_s} s; {job.outstanding} of its ops are still with the kernel"
         return TransferLateError(text, job.settled)
-
-    def _drop_pieces(self, job: _Job) -> None:
-        if job.kind is OpKind.WRITE:
-            self.write_queue_bytes -= sum(piece.length for piece in job.pieces)
-        job.pieces.clear()
-
-
-def _first(jobs: deque[_Job]) -> _Job | None:
-    """The first transfer with something to issue; those without are done with here."""
-    while jobs and not jobs[0].pieces:
-        jobs.popleft()
-    return jobs[0] if jobs else None

@@ -19,13 +19,13 @@ import os
 import resource
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from typing import Any, Final
 
 from kvdisk.errors import EngineUnavailableError
 from kvdisk.io.files import SYNC_FILE_RANGE_WRITE_AND_WAIT, FileCalls, join, writeback_failed
-from kvdisk.io.protocol import Memory, Op, OpKind
+from kvdisk.io.protocol import Memory, Op, OpKind, nobody
 from kvdisk.io.ring import Ring, Vector, load_binding, piece_index, pieces
 from kvdisk.io.spans import addresses
 
@@ -68,6 +68,7 @@ class UringEngine(FileCalls):
             raise ValueError(f"iodepth must be 1 to 4096, not {iodepth}")
         super().__init__("io_uring")
         self.iodepth = iodepth
+        self.after_done: Callable[[], object] = nobody
         self.fixed_failures = 0  # ops that failed in a registered buffer and went through without
         self.strays = 0  # completions of no known op
         self._register = register
@@ -247,6 +248,8 @@ class UringEngine(FileCalls):
         failed, self._queue = self._queue, deque()
         for flight in failed:
             self._loop.call_soon(self._done, flight.op, -self._broken)
+        if failed:
+            self._loop.call_soon(self.after_done)
 
     # --- completion
 
@@ -266,6 +269,7 @@ class UringEngine(FileCalls):
         try:
             while completions and self._ring is ring:  # a `done` may close the engine
                 self._complete(*completions.popleft())
+            self.after_done()
         finally:
             self._corked = False
         if self._queue:

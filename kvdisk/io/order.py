@@ -1,0 +1,232 @@
+"""Which piece of which transfer goes to the engine next: order, and what may be in flight. Pure.
+
+- At most `inflight_bytes_max` bytes and `iodepth` pieces are in flight.
+- Reads go before writes: a request waits for a read, nobody waits for a write. Writes never starve: after
+  `_READ_PIECES_A_WRITE` pieces' worth of reads have overtaken a waiting write, one piece of a write goes.
+- Within a direction, short transfers go before long ones: a request that wants one chunk does not wait for another's
+  thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES` ahead, each gets
+  half of the bytes.
+- Otherwise transfers go in the order they came.
+
+A read's latency is made of what it meets in the device. So while there are reads, writes get a quarter of the bytes in
+flight, else half; and while there are short reads, long ones get half, else all. "While" is told by bytes, not by a
+clock: until `_QUIET_TIMES` what may be in flight was issued since the last one.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvdisk.io.protocol import Op, OpKind, Span
+
+_READ_PIECES_A_WRITE: Final = 16
+_LEAD_PIECES: Final = 2
+_SHORT_FRACTION: Final = 4  # of a piece: what a transfer may have in all to be short
+_QUIET_TIMES: Final = 4
+
+
+class Job:
+    """One transfer: pieces not issued yet, and how many are with the engine (or wait to be tried again)."""
+
+    __slots__ = (
+        "cancelled",
+        "deadline",
+        "error",
+        "future",
+        "kind",
+        "late",
+        "offset",
+        "on_result",
+        "outstanding",
+        "pieces",
+        "settled",
+        "short",
+        "total",
+    )
+
+    def __init__(
+        self,
+        kind: OpKind,
+        offset: int,
+        total: int,
+        future: "asyncio.Future[None]",
+        deadline: float,
+        on_result: "Callable[[Piece, int], None]",
+    ) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.total = total
+        self.future = future
+        self.deadline = deadline
+        self.on_result = on_result
+        self.pieces: deque[Piece] = deque()
+        self.outstanding = 0
+        self.error: Exception | None = None
+        self.cancelled = False
+        self.late = False
+        self.settled: asyncio.Future[None] | None = None
+        self.short = False
+
+    @property
+    def over(self) -> bool:
+        """Its end is decided; only what the kernel holds is waited for."""
+        return self.cancelled or self.late or self.error is not None
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of {self.total} bytes at offset {self.offset}"
+
+
+class Piece(Op):
+    """What one op moves; a short or refused op is submitted again from the same piece."""
+
+    __slots__ = ("held_bytes", "job", "length", "refused", "tries")
+
+    def __init__(self, job: Job, fd: int, offset: int, length: int, spans: tuple[Span, ...]) -> None:
+        self.kind = job.kind
+        self.fd = fd
+        self.offset = offset
+        self.spans = spans
+        self.job = job
+        self.length = length
+        self.held_bytes = length  # of the bytes in flight, until the whole piece is done
+        self.tries = 0  # without progress
+        self.refused = False
+
+    def done(self, result: int) -> None:
+        """See `Op.done`."""
+        self.job.on_result(self, result)
+
+
+class _Lanes:
+    """The transfers of one direction that have something to issue, short ones and long ones."""
+
+    __slots__ = ("_lead", "_lead_max", "long", "short")
+
+    def __init__(self, lead_max: int) -> None:
+        self.short: deque[Job] = deque()
+        self.long: deque[Job] = deque()
+        self._lead = 0  # bytes that short ones had more than long ones that were waiting
+        self._lead_max = lead_max
+
+    def first(self, long_room: int) -> Job | None:
+        """Whose piece is next. long_room: bytes that a long one may take."""
+        short, long = _first(self.short), _first(self.long)
+        if long is not None and long.pieces[0].length > long_room:
+            return short
+        if short is None or (long is not None and self._lead >= self._lead_max):
+            return long
+        return short
+
+    def taken(self, job: Job, length: int) -> None:
+        """A piece of `job` was issued."""
+        if not job.short:
+            self._lead = max(0, self._lead - length)
+        elif self.long:
+            self._lead += length
+
+
+class Order:
+    """Queues of transfers. Sizes in bytes.
+
+    Args:
+        iodepth, inflight_bytes_max: bounds of what is in flight.
+        piece_bytes: of the largest piece.
+    """
+
+    def __init__(self, iodepth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
+        self.inflight_ops = 0  # pieces with the engine or about to be tried again
+        self.inflight_bytes = 0
+        self.write_queue_bytes = 0
+        self._iodepth = iodepth
+        self._piece_bytes = piece_bytes
+        self._inflight_bytes_max = inflight_bytes_max
+        self._reads = _Lanes(_LEAD_PIECES * piece_bytes)
+        self._writes = _Lanes(_LEAD_PIECES * piece_bytes)
+        self._write_inflight_bytes = 0
+        self._long_read_inflight_bytes = 0
+        self._overtaken_bytes = 0  # reads issued since a write has been waiting
+        self._quiet_bytes = _QUIET_TIMES * inflight_bytes_max
+        self._issued_bytes = 0
+        self._read_at = self._short_read_at = -self._quiet_bytes  # of `_issued_bytes`, when the last of them was issued
+
+    def add(self, job: Job) -> None:
+        """Queue a transfer whose pieces are cut."""
+        lanes = self._reads
+        if job.kind is OpKind.WRITE:
+            self.write_queue_bytes += job.total
+            lanes = self._writes
+        job.short = job.total <= self._piece_bytes // _SHORT_FRACTION
+        (lanes.short if job.short else lanes.long).append(job)
+
+    def take(self) -> list[Piece]:
+        """The pieces that may go now, which count as in flight from now on."""
+        taken: list[Piece] = []
+        while self.inflight_ops < self._iodepth and (job := self._next()) is not None:
+            piece = job.pieces[0]
+            if self.inflight_ops and self.inflight_bytes + piece.length > self._inflight_bytes_max:
+                break
+            job.pieces.popleft()
+            job.outstanding += 1
+            self._issue(job, piece.length)
+            taken.append(piece)
+        return taken
+
+    def give_back(self, piece: Piece) -> None:
+        """The kernel is done with a piece for good."""
+        job, size = piece.job, piece.held_bytes
+        job.outstanding -= 1
+        self.inflight_ops -= 1
+        self.inflight_bytes -= size
+        if job.kind is OpKind.WRITE:
+            self._write_inflight_bytes -= size
+        elif not job.short:
+            self._long_read_inflight_bytes -= size
+
+    def drop(self, job: Job) -> None:
+        """Forget what of a transfer was not issued yet."""
+        if job.kind is OpKind.WRITE:
+            self.write_queue_bytes -= sum(piece.length for piece in job.pieces)
+        job.pieces.clear()
+
+    def _next(self) -> Job | None:
+        limit = self._inflight_bytes_max
+        if self._issued_bytes - self._short_read_at < self._quiet_bytes:
+            limit //= 2
+        read = self._reads.first(max(self._piece_bytes, limit) - self._long_read_inflight_bytes)
+        if not self.write_queue_bytes:
+            return read
+        share = 4 if self._issued_bytes - self._read_at < self._quiet_bytes else 2
+        room = max(self._piece_bytes, self._inflight_bytes_max // share) - self._write_inflight_bytes
+        write = self._writes.first(room)
+        if write is not None and write.pieces[0].length > room:
+            write = None
+        starving = self._overtaken_bytes >= _READ_PIECES_A_WRITE * self._piece_bytes
+        return write if read is None or (write is not None and starving) else read
+
+    def _issue(self, job: Job, size: int) -> None:
+        """Count a piece of `job` as in flight."""
+        self.inflight_ops += 1
+        self.inflight_bytes += size
+        self._issued_bytes += size
+        if job.kind is OpKind.WRITE:
+            self._overtaken_bytes = 0
+            self.write_queue_bytes -= size
+            self._write_inflight_bytes += size
+            self._writes.taken(job, size)
+            return
+        self._read_at = self._issued_bytes
+        if job.short:
+            self._short_read_at = self._issued_bytes
+        else:
+            self._long_read_inflight_bytes += size
+        if self.write_queue_bytes:
+            self._overtaken_bytes += size
+        self._reads.taken(job, size)
+
+
+def _first(jobs: deque[Job]) -> Job | None:
+    """The first transfer with something to issue; those without are done with here."""
+    while jobs and not jobs[0].pieces:
+        jobs.popleft()
+    return jobs[0] if jobs else None
