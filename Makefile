@@ -31,10 +31,9 @@ format: setup ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## kvdisk beside fio and other caches on this checkout's disk, 15 minutes (ARGS="--root DIR" to choose)
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet 'matplotlib>=3.8'
-	@$(BIN)/python bench/compare.py --env-dir .venv/peers $(ARGS)
-	@$(BIN)/python bench/interference.py --rounds 3 $(ARGS)
+bench: setup ## every bar on this checkout's disk, 15 minutes (ARGS="--root DIR --only compare,scale --full")
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet 'matplotlib>=3.8' || true
+	@$(BIN)/python bench/run.py --env-dir .venv/peers $(ARGS)
 
 clean: ## remove .venv and what the tools left behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

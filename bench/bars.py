@@ -6,7 +6,7 @@ name, whichever script they came from; the worst of them is what the row shows. 
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MET, MISSED, REPORTED = "met", "missed", "reported"
 
@@ -90,11 +90,6 @@ def at_most(
 def reported(requirement: str, rule: str, case: object, measured: str) -> Bar:
     """A figure that has no bar."""
     return Bar(requirement, rule, str(case), "-", measured, REPORTED)
-
-
-def from_json(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """What a script wrote with `_asdict`."""
-    return [Bar(**row) for row in rows]
 
 
 def by_rule(bars: Iterable[Bar]) -> Iterator[tuple[str, list[Bar]]]:

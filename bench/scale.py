@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="up to 10^7 chunks")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is given back
     head = {
         "machine": summary(),
         "file system": file_system(arguments.root),

@@ -2,7 +2,8 @@
 
 A file has its header and, at its end, its footer, so everything that recovery does is done: directories are read, files
 opened, headers and footers read from the disk and decoded, the index is filled. The rest of a file was never written,
-which makes a terabyte of segments a quarter of a gigabyte on the disk.
+which makes a terabyte of segments a quarter of a gigabyte on the disk. The data plane is a process, as in vLLM, and its
+start is part of an opening.
 """
 
 import itertools
@@ -18,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvdisk import layout
-from kvdisk.cli.bench_workload import random_memory
 from kvdisk.dataplane import Units
 from kvdisk.layout import SegmentHeader
+from kvdisk.memory import shared_memory
 from kvdisk.options import parse_options
 from kvdisk.service import Service, Tenancy
 from kvdisk.units import MIB, UNIT_BYTES
@@ -31,7 +32,7 @@ ARENA_BYTES = 16 * MIB
 
 
 class Opening(NamedTuple):
-    """One opening: what there was, wall and CPU seconds (of this process and of those that it has ended)."""
+    """One opening: what there was, wall and CPU seconds (of this process and of the data plane's)."""
 
     chunk_count: int
     segment_count: int
@@ -45,7 +46,11 @@ def segments_on(root: Path, chunk_count: int, chunk_bytes: int, segment_bytes: i
     directory = root / f"kvdisk-scale-{os.getpid()}"
     directory.mkdir(mode=0o700)
     try:
-        yield Site(directory, chunk_count, chunk_bytes, segment_bytes)
+        site = Site(directory, chunk_count, chunk_bytes, segment_bytes)
+        try:
+            yield site
+        finally:
+            site.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -66,7 +71,8 @@ class Site:
                 "segment_bytes": segment_bytes,
             }
         )
-        self._units = Units(random_memory(ARENA_BYTES), 0)
+        memory, self._memfd = shared_memory(ARENA_BYTES)
+        self._units = Units(memory, 0)
         service = self._open()
         config, folder = service.store.config, Path(service.instance_paths[0])
         service.close()
@@ -86,9 +92,14 @@ class Site:
         service.close()
         return Opening(found, self.segment_count, seconds, _cpu() - before)
 
+    def close(self) -> None:
+        """Give the arena back."""
+        os.close(self._memfd)
+
     def _open(self) -> Service:
         tenancy = Tenancy({"bench": "scale"}, ("bench",))
-        return Service(self._options, tenancy, [self._units], unit_count=ARENA_BYTES // UNIT_BYTES)
+        units, count = [self._units], ARENA_BYTES // UNIT_BYTES
+        return Service(self._options, tenancy, units, unit_count=count, memfds=[self._memfd])
 
     @staticmethod
     def _fits(count: int, chunk_bytes: int, segment_bytes: int) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bars import MET, MISSED, REPORTED, REQUIREMENTS, Bar, Requirement, from_json
+from adapters import bars_of
+from bars import MET, MISSED, REPORTED, REQUIREMENTS, Bar, Requirement
 
 HERE = Path(__file__).parent
 NOT_MEASURED = "not measured"
@@ -57,16 +58,27 @@ def read(results: Path) -> tuple[list[Bar], dict[str, str]]:
     """The bars in every script's JSON, and why a script has none."""
     bars: list[Bar] = []
     why_not: dict[str, str] = {}
+    failed = _failed(results)
     for script in dict.fromkeys(one.script for one in REQUIREMENTS):
         try:
             report = json.loads((results / f"{script}.json").read_text())
-            bars += from_json(report["bars"])
-            why_not[script] = "; ".join(report.get("not measured", ())) or f"not among what bench/{script}.py measured"
+            bars += bars_of(script, report)
+            absent = report.get("not measured", ()) if isinstance(report, dict) else ()
+            why_not[script] = "; ".join(absent) or f"not among what bench/{script}.py measured"
         except FileNotFoundError:
-            why_not[script] = f"bench/{script}.py has not run"
+            why_not[script] = failed.get(script, f"bench/{script}.py has not run")
         except (ValueError, KeyError, TypeError) as error:
             why_not[script] = f"{script}.json is of another version of this script ({error})"
     return bars, why_not
+
+
+def _failed(results: Path) -> dict[str, str]:
+    """Script -> how it ended, of those that bench/run.py ran and that failed."""
+    try:
+        steps = json.loads((results / "run.json").read_text())["steps"]
+        return {step["script"]: step["outcome"] for step in steps if step["outcome"] != "done"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def markdown(found: Sequence[Row]) -> str:

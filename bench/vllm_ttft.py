@@ -23,6 +23,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="recompute in each round; three times the decode passes")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is given back
     head = {
         "machine": summary(),
         "file system": file_system(arguments.root),
