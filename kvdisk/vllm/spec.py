@@ -27,7 +27,7 @@ from kvdisk.directory import OVERHEAD_BYTES, check_room, segment_cost
 from kvdisk.geometry import INFO_FACT, RANK_FACT, Geometry
 from kvdisk.service import Service, Tenancy
 from kvdisk.store import SEGMENTS_MIN
-from kvdisk.units import UNIT_BYTES, format_size, round_up
+from kvdisk.units import MIB, UNIT_BYTES, format_size, round_up
 from kvdisk.vllm import rendezvous
 from kvdisk.vllm.certify import certify
 from kvdisk.vllm.config import AdapterConfig, check_block_size, parse_config, tokens_per_block
@@ -187,11 +187,11 @@ class KVDiskOffloadingSpec(OffloadingSpec):
             if chunk == 0:
                 raise ValueError(f"KV cache group {group_id} has no bytes on any rank")
             if chunk > options.segment_bytes // 4:
-                needed = format_size(round_up(4 * chunk, 1 << 20))
-                raise ValueError(f"{what}; set segment_bytes to at least {needed}, or lower blocks_per_chunk")
-            if units * 8 > unit_count:
-                needed = format_size(8 * chunk)
-                raise ValueError(f"{what}; set cpu_bytes_to_use to at least {needed}, or lower blocks_per_chunk")
+                needed = -(-4 * chunk // MIB)
+                raise ValueError(f"{what}; set segment_bytes to at least {needed}MiB, or lower blocks_per_chunk")
+            if units * 8 > unit_count:  # on every rank that has slots
+                needed = -(-8 * units * UNIT_BYTES * len(sizes) // MIB)
+                raise ValueError(f"{what}; set cpu_bytes_to_use to at least {needed}MiB, or lower blocks_per_chunk")
 
     def _check_root(self, path: str, engines: int) -> None:
         options = self._adapter.options
