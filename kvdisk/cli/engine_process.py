@@ -20,6 +20,23 @@ class EngineFailed(Exception):
     """An engine's process ended without a result; the message has the last lines of its log, and its path."""
 
 
+def engine_arguments(models_dir: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vllm.LLM for a tiny model: `engine`, over defaults under which every run takes the same steps."""
+    return {
+        "load_format": tiny_models.LOAD_FORMAT,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+        "max_num_seqs": 1,  # one request at a time, so that every run splits it into the same steps
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        "disable_log_stats": False,
+        **engine,
+        "model": str(models_dir / engine["model"]),
+    }
+
+
 def run_engine(
     base: Path,
     models_dir: Path,
@@ -42,19 +59,7 @@ def run_engine(
     Raises:
         EngineFailed: the process failed, in vLLM or in kvdisk.
     """
-    arguments = {
-        "load_format": tiny_models.LOAD_FORMAT,
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": 8192,
-        "max_num_seqs": 1,  # one request at a time, so that every run splits it into the same steps
-        "enforce_eager": True,
-        "enable_prefix_caching": True,
-        "seed": 0,
-        "disable_log_stats": False,
-        **engine,
-        "model": str(models_dir / engine["model"]),
-    }
+    arguments = engine_arguments(models_dir, engine)
     plan_path, result_path, log_path = (base.with_name(base.name + end) for end in (".plan.json", ".json", ".log"))
     plan_path.write_text(json.dumps({"engine": arguments, "actions": list(actions)}))
     result_path.unlink(missing_ok=True)

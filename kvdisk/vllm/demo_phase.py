@@ -100,8 +100,12 @@ def _metrics(llm: Any) -> dict[str, float]:
     return totals
 
 
-def _act(llm: Any, action: dict[str, Any]) -> dict[str, Any]:
-    """Carry out one action of the plan."""
+def act(llm: Any, action: dict[str, Any]) -> dict[str, Any]:
+    """Carry out one action of a plan.
+
+    Raises:
+        ValueError: there is no such action.
+    """
     result: dict[str, Any] = {"do": action["do"]}
     if action["do"] == "generate":
         result["requests"] = _generate(llm, action)
@@ -122,7 +126,7 @@ def main(plan_path: str, result_path: str) -> None:
 
     plan = json.loads(Path(plan_path).read_text())
     llm = LLM(**plan["engine"])
-    results = [_act(llm, action) for action in plan["actions"]]
+    results = [act(llm, action) for action in plan["actions"]]
     Path(result_path).write_text(json.dumps(results))
     llm.llm_engine.engine_core.shutdown()
 

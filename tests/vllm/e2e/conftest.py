@@ -1,4 +1,4 @@
-"""Everything here starts real vLLM engines, each a process of 10 to 20 seconds; hence the mark and the longer limit."""
+"""Everything here starts real vLLM engines, many a class; hence the mark and the longer limit."""
 
 from pathlib import Path
 
@@ -12,4 +12,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of outputs.py that asks for it runs with each `blocks_per_chunk` of its class."""
+    if "blocks_per_chunk" in metafunc.fixturenames:
+        assert metafunc.cls
+        metafunc.parametrize("blocks_per_chunk", metafunc.cls.blocks_per_chunk)

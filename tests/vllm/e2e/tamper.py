@@ -3,18 +3,23 @@
 The control of the end-to-end tests: if an output stays right after this, it never came from what was stored.
 """
 
+from collections.abc import Container
 from pathlib import Path
 
 from kvdisk import layout
 from kvdisk.cli.segment_files import files_of
 
 
-def forge_all(root: Path) -> int:
-    """Zero the payload of every chunk under `root`, checksums and footers included; how many chunks."""
-    return sum(_forge(path) for path in files_of(root))
+def forge(root: Path, groups: Container[int]) -> int:
+    """Zero the payload of every chunk of these KV cache groups under `root`, checksums and footers included.
+
+    Returns:
+        How many chunks.
+    """
+    return sum(_forge(path, groups) for path in files_of(root))
 
 
-def _forge(path: Path) -> int:
+def _forge(path: Path, groups: Container[int]) -> int:
     raw = bytearray(path.read_bytes())
     segment = layout.decode_segment_header(raw)
     if segment is None:
@@ -23,13 +28,16 @@ def _forge(path: Path) -> int:
     while pack := layout.decode_pack(memoryview(raw)[offset:], offset, segment):
         entries = pack.entries.copy()
         for entry in entries:
+            if int(entry["group"]) not in groups:
+                continue
             start, size = offset + int(entry["offset"]), int(entry["stored_bytes"])
             raw[start : start + size] = bytes(size)
             entry["checksum"] = layout.checksum(bytes(size))
+            count += 1
         forged = layout.Pack(pack.offset, pack.header_bytes, pack.pack_bytes, pack.sequence, entries)
         headers.append(layout.encode_pack(forged, segment))
         raw[offset : offset + len(headers[-1])] = headers[-1]
-        count, offset = count + len(entries), offset + pack.pack_bytes
+        offset += pack.pack_bytes
     if layout.footer_size(raw, segment):
         footer = layout.encode_footer(headers, segment)
         raw[segment.segment_bytes - len(footer) : segment.segment_bytes] = footer
