@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass
 class Row:
-    """A candidate on a source. Ratio: live bytes over bytes on disk, padding included. Speeds: MB/s of live bytes."""
+    """A candidate on a source. Ratio: of bytes on disk, without over with compression. Speeds: MB/s of live bytes."""
 
     source: str
     candidate: str
@@ -222,7 +222,7 @@ def measure(source: str, chunks: Chunks, word_bytes: int, rounds: int) -> list[R
 
 def _pass(candidate: Candidate, chunks: Chunks) -> tuple[float, float, float]:
     """Ratio, MB/s packed, MB/s unpacked. A chunk that does not shrink costs the try and is never unpacked."""
-    live = stored = unpacked = 0
+    live = plain = stored = unpacked = 0
     pack_s = unpack_s = 0.0
     outs = {len(chunk): bytearray(len(chunk)) for chunk in chunks}
     for chunk in chunks:
@@ -232,6 +232,7 @@ def _pass(candidate: Candidate, chunks: Chunks) -> tuple[float, float, float]:
         pack_s += time.thread_time() - start
         plain_bytes = round_up(len(chunk), ALIGNMENT)
         packed_bytes = plain_bytes if packed is None else round_up(candidate.size(packed), ALIGNMENT)
+        plain += plain_bytes
         stored += min(plain_bytes, packed_bytes)
         if packed_bytes >= plain_bytes:
             continue
@@ -242,7 +243,7 @@ def _pass(candidate: Candidate, chunks: Chunks) -> tuple[float, float, float]:
         unpacked += len(chunk)
         if out != chunk:
             raise SystemExit(f"{candidate.name} did not give back what it was given")
-    return live / stored, live / pack_s / 1e6, unpacked / unpack_s / 1e6 if unpacked else 0.0
+    return plain / stored, live / pack_s / 1e6, unpacked / unpack_s / 1e6 if unpacked else 0.0
 
 
 # ---- reports

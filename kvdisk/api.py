@@ -21,7 +21,7 @@ from typing import Any
 from kvdisk.dataplane import Units
 from kvdisk.errors import StoreClosedError
 from kvdisk.io.protocol import Memory
-from kvdisk.layout import KEY_BYTES_MAX, Buffer, checksum
+from kvdisk.layout import CODEC_NONE, KEY_BYTES_MAX, Buffer, checksum
 from kvdisk.memory import private_memory
 from kvdisk.options import Options, parse_options, reject_unknown
 from kvdisk.resident import Resident
@@ -230,8 +230,8 @@ class AsyncStore:
         if resident is not None:
             return resident.is_hit and resident.live_bytes == len(view) and self._view(resident)[: len(view)] == view
         extent = store.index.get(key)
-        if extent is None or extent.live_bytes != len(view):
-            return False
+        if extent is None or extent.live_bytes != len(view) or extent.codec != CODEC_NONE:
+            return False  # of a compressed chunk the checksum says nothing about these bytes
         padding = bytes(round_up(len(view), store.config.alignment) - len(view))
         return checksum(view, padding) == extent.checksum
 

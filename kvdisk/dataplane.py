@@ -170,7 +170,8 @@ class DataPlane:
         pack_bytes = pack_size([take.stored_bytes for take in packed.takes], self._alignment)
         header_bytes = layout.pack_header_bytes(len(takes), self._alignment)
         self._report(Completion(command.id, packed_bytes=pack_bytes))
-        with self.bounce.take(max(packed.buffer_bytes, PACK_BYTES_MAX)) as buffer:  # one size: the pool keeps few
+        wanted = max(packed.buffer_bytes, PACK_BYTES_MAX) if packed.buffer_bytes else 1  # one size: the pool keeps few
+        with self.bounce.take(wanted) as buffer:
             spans, completion.checksums = await self.compression.lay_out(packed, buffer)
             entries = pack_entries(command.chunks, packed.takes, completion.checksums, header_bytes)
             entries["codec"] = packed.codecs

@@ -26,6 +26,7 @@ COUNTERS = {
     "slots_refused": "Slots refused because nothing could be evicted",
     "slots_evicted": "Slots given up for other chunks",
     "chunks_flushed": "Chunks written to disk",
+    "chunks_compressed": "Chunks of those that were written compressed",
     "chunks_not_flushed": "Chunks kept in memory only, because the disk did not take them",
     "chunks_promoted": "Chunks read from disk and verified",
     "chunks_evicted": "Chunks dropped from the index with their segment, or because their prefix was",
