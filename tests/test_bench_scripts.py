@@ -148,7 +148,98 @@ def test_every_bar_a_script_can_give_has_a_row():
                 assert node.args[0].value in names, f"{path.name}:{node.lineno}"
 
 
+# ---- scripts that judge nothing themselves
+
+
+def test_figures_of_the_gil_are_judged_by_their_names():
+    report = {
+        "load average before": 0.1,
+        "busy owner, 128 KiB chunks": {
+            "store bandwidth, busy owner, switch interval 5 ms": [0.8, 0.95, 0.99],
+            "store owner's speed, switch interval 5 ms": [0.9],
+            "store bandwidth, busy thread, switch interval 5 ms": [0.1],
+        },
+        "reads": {"p99 idle, ms": [1.0], "p99 ratio": [1.6]},
+    }
+    found = module("adapters").bars_of("interference", report)
+    assert [(bar.requirement, bar.verdict) for bar in found] == [
+        ("busy owner", "met"),
+        ("owner speed", "missed"),
+        ("read p99", "missed"),
+    ]
+
+
+def test_where_both_kinds_of_data_plane_were_measured_only_the_process_is_judged():
+    name = "store bandwidth, busy owner, switch interval 5 ms"
+    report = {"busy owner, thread": {name: [0.3]}, "busy owner, process": {name: [0.95]}}
+    found = module("adapters").bars_of("interference", report)
+    assert [bar.verdict for bar in found] == ["reported", "met"]
+
+
+def test_of_the_compression_only_what_is_shipped_is_shown():
+    row = {"source": "made up", "ratio": 1.25, "pack_mb_s": 900.0, "unpack_mb_s": 2000.0}
+    found = module("adapters").bars_of("compression", [{**row, "candidate": "kvdisk"}, {**row, "candidate": "zstd 1"}])
+    assert [bar.measured for bar in found] == ["1.25 x smaller, faster below 2,000 MB/s (loads) and 900 MB/s (stores)"]
+
+
+# ---- growth
+
+
+@pytest.mark.parametrize(("power", "factor"), [(0, 7.0), (1, 0.001), (2, 1.0)])
+def test_the_exponent_of_a_power_is_that_power(power, factor):
+    sizes = [10_000, 100_000, 1_000_000]
+    assert module("scale").exponent(sizes, [factor * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_a_store_without_a_disk_stores_evicts_and_promotes():
+    planes = module("scale_planes")
+    found = planes.store_figures(2000, 256)
+    assert min(found["store, us"] + found["store and evict, us"] + found["promote, us"]) > 0
+    assert 1 < found["written over live"] < 1.02
+
+
+def test_made_up_segments_are_found_whole_when_a_store_is_opened(tmp_path):
+    (first, second) = module("scale_recovery").openings(tmp_path, 100, MIB, 32 * MIB, 2)
+    assert (first.chunk_count, second.chunk_count) == (100, 100)
+    assert first.segment_count == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- all of it
+
+
+@pytest.mark.parametrize(("code", "outcome"), [("pass", "done"), ("raise SystemExit(3)", "x failed with exit status 3"),
+                                               ("import time; time.sleep(60)", "x was ended after 3 s")])  # fmt: skip
+def test_a_script_that_fails_or_takes_too_long_says_so_in_its_rows(tmp_path, monkeypatch, code, outcome):
+    run = module("run")
+    (tmp_path / "x.py").write_text(code)
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    found = run.run(run.Step("x", [], 1), full=False)
+    assert found.startswith(outcome)
+    (tmp_path / "run.json").write_text(json.dumps({"steps": [{"script": "scale", "outcome": found}]}))
+    _, why_not = module("summary").read(tmp_path)
+    assert why_not["scale"] == (found if found != "done" else "bench/scale.py has not run")
+
+
 # ---- peers
+
+
+def test_fio_goes_on_with_other_memory_when_the_huge_pages_are_gone(tmp_path, monkeypatch):
+    contestants = module("contestants")
+    monkeypatch.setattr(contestants.shutil, "which", lambda _: "fio")
+    monkeypatch.setattr(contestants, "_free_huge_bytes", lambda: GIB)
+    fio, pool = contestants.Fio(), [True]
+
+    def one_pass(rw, settings):
+        if "--mem=mmaphuge" in settings and not pool:
+            raise RuntimeError("fio: Bad address")
+        return contestants.Sample(200 if "--mem=mmaphuge" in settings else 100, 0.01)
+
+    monkeypatch.setattr(fio, "_run", one_pass)
+    fio.prepare(contestants.Case(bs=MIB, total=GIB), tmp_path)
+    assert fio.measure("load").mb_per_s == 200
+    pool.clear()
+    assert fio.measure("load").mb_per_s == 100
 
 
 @pytest.mark.parametrize(("plane", "pages"), [("thread", "huge"), ("process", "huge"), ("process", "4k")])
