@@ -1,13 +1,15 @@
 """The one table: each bar, what was measured, the verdict. Reads what the scripts left in bench/results/.
 
-    python bench/summary.py [--results DIR]
+    python bench/summary.py [--results DIR] [--document docs/performance.md]
 
-Prints it and writes bars.md, whose table docs/performance.md takes over. A row shows the worst of its cases: for rules
-with many sizes, directions and peers, the details are in each script's own Markdown.
+Prints it and writes bars.md. A row shows the worst of its cases: for rules with many sizes, directions and peers, the
+details are in each script's own Markdown. `--document` puts bars.md and those into a document, each between its
+<!-- begin NAME.md --> and <!-- end NAME.md -->: what was measured there is never copied by hand.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +89,26 @@ def markdown(found: Sequence[Row]) -> str:
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in found)]) + "\n"
 
 
+def into(document: str, results: Path) -> str:
+    """The document with the results between its marks; parts of which there are no results stay as they are."""
+
+    def fresh(match: re.Match[str]) -> str:
+        path = results / match[1]
+        if not path.exists():
+            return match[0]
+        return f"<!-- begin {match[1]} -->\n{body(path.read_text())}\n<!-- end {match[1]} -->"
+
+    return re.sub(r"<!-- begin ([a-z_]+\.md) -->\n.*?<!-- end \1 -->", fresh, document, flags=re.DOTALL)
+
+
+def body(report: str) -> str:
+    """A script's Markdown without its title and its bars, and its headings two levels down."""
+    lines = report.split("\n## Bars\n")[0].strip().splitlines()
+    if lines and lines[0].startswith("# "):
+        del lines[0]
+    return "\n".join("##" + line if line.startswith("## ") else line for line in lines).strip()
+
+
 def text(found: Sequence[Row]) -> str:
     """The table for a terminal: verdict first, what and bar in columns, the measured value below."""
     width = max(len(row.what) for row in found)
@@ -101,6 +123,7 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--document", type=Path, help="a document to put the results into")
     arguments = parser.parse_args()
     found = rows(*read(arguments.results))
     print(text(found))
@@ -109,6 +132,8 @@ def main() -> None:
     arguments.results.mkdir(exist_ok=True)
     (arguments.results / "bars.md").write_text(markdown(found))
     print(f"the same as Markdown: {arguments.results / 'bars.md'}")
+    if arguments.document:
+        arguments.document.write_text(into(arguments.document.read_text(), arguments.results))
 
 
 if __name__ == "__main__":

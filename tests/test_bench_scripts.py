@@ -148,6 +148,21 @@ def test_every_bar_a_script_can_give_has_a_row():
                 assert node.args[0].value in names, f"{path.name}:{node.lineno}"
 
 
+def test_results_go_between_their_marks_in_a_document_and_nowhere_else(tmp_path):
+    (tmp_path / "scale.md").write_text("# Title\n\n- machine: x\n\n## Part\n\n| a |\n\n## Bars\n\n| bar |\n")
+    marked = "<!-- begin {0}.md -->\n{1}\n<!-- end {0}.md -->\n"
+    document = "before\n" + marked.format("scale", "old") + "between\n" + marked.format("bars", "kept")
+    found = module("summary").into(document, tmp_path)
+    assert found == document.replace("old", "- machine: x\n\n#### Part\n\n| a |")
+    assert module("summary").into(found, tmp_path) == found
+
+
+def test_the_document_has_a_place_for_every_report():
+    document = (BENCH.parent / "docs" / "performance.md").read_text()
+    for name in ("bars", "compare", "scale", "vllm_ttft"):
+        assert document.count(f"<!-- begin {name}.md -->\n") == document.count(f"<!-- end {name}.md -->") == 1
+
+
 # ---- scripts that judge nothing themselves
 
 
