@@ -16,6 +16,7 @@ What must hold:
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,7 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvdisk.dataplane import Units
 from kvdisk.directory import OVERHEAD_BYTES, check_room, segment_cost
-from kvdisk.memory import private_memory
+from kvdisk.memory import private_memory, shared_memory
 from kvdisk.service import Service
 from kvdisk.store import SEGMENTS_MIN, Presence
 from kvdisk.units import UNIT_BYTES, format_size, round_up
@@ -44,13 +45,11 @@ from kvdisk.vllm import events
 from kvdisk.vllm.lookups import group_of
 from kvdisk.vllm.metrics import StatsReporter, metric_definitions
 from kvdisk.vllm.opening import Opening
-from kvdisk.vllm.requests import Groups
 from kvdisk.vllm.reset import declare_stale
-from kvdisk.vllm.tier_config import parse_tier_config
+from kvdisk.vllm.tier_config import describe_groups, parse_tier_config
 from kvdisk.vllm.tier_identity import engines_of, tenancy_of
 from kvdisk.vllm.tier_jobs import Chunk, Ended, Job, Loads, Stores
 from kvdisk.vllm.tier_rows import Rows, rows_of
-from kvdisk.vllm.version import windows_in_chunks
 
 logger = logging.getLogger("kvdisk")
 
@@ -97,11 +96,13 @@ class KVDiskTier(SecondaryTierManager):
         self._config = parse_tier_config(config, row_bytes)
         self.locality = self._config.locality
         self._row_bytes = row_bytes
-        self._groups = self._describe_groups(offloading_spec)
+        self._groups = describe_groups(offloading_spec.config, row_bytes, self._config.options)
         self._clock = clock
         self._check_roots()
         arena_bytes = self._config.options.cpu_bytes_to_use
-        self._arena = private_memory(arena_bytes)
+        # A data plane in another process needs memory that both have.
+        in_process = self._config.options.data_plane == "thread"
+        self._arena, self._memfd = (private_memory(arena_bytes), -1) if in_process else shared_memory(arena_bytes)
         self._opening = Opening(self._open_service, clock)
         self._service: Service | None = None
         self._rows: Rows[Job]  # with the service, as what follows
@@ -125,17 +126,6 @@ class KVDiskTier(SecondaryTierManager):
 
     # ---- the store
 
-    def _describe_groups(self, spec: Any) -> Groups:
-        config = spec.config
-        tokens = {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
-        units = dict.fromkeys(tokens, round_up(self._row_bytes, UNIT_BYTES) // UNIT_BYTES)
-        windows = windows_in_chunks(config)
-        if windows is None:
-            # Which of several groups are windows, 0.32 tells nobody here. A chunk without a parent is kept as long as
-            # its segment; a wrong parent would take it away too early.
-            windows = dict.fromkeys(tokens, 1) if len(tokens) > 1 else {}
-        return Groups(tokens, units, windows, self._config.options.cpu_bytes_to_use // UNIT_BYTES)
-
     def _check_roots(self) -> None:
         options, config = self._config.options, self._offloading_spec.config
         cap = options.disk_bytes_to_use // len(options.root_dir)
@@ -157,6 +147,7 @@ class KVDiskTier(SecondaryTierManager):
             [Units(self._arena, 0)],
             unit_count=options.cpu_bytes_to_use // UNIT_BYTES,
             group_parts=dict.fromkeys(groups, (self._row_bytes,)),
+            memfds=[self._memfd] if self._memfd >= 0 else [],
         )
 
     def _running(self) -> Service | None:
@@ -394,4 +385,7 @@ class KVDiskTier(SecondaryTierManager):
                 if batch.owner in self._stores.jobs:
                     self._stores.copied(batch)
             service.close()
+        if self._memfd >= 0:
+            os.close(self._memfd)
+            self._memfd = -1
         self._primary_kv_view = memoryview(b"")

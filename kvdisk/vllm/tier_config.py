@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk.options import Options, parse_bool, parse_options, reject_unknown
 from kvdisk.units import MIB, UNIT_BYTES, format_size, round_up
+from kvdisk.vllm.requests import Groups
+from kvdisk.vllm.version import windows_in_chunks
 
 ARENA_BYTES_DEFAULT = 512 * MIB
 ARENA_ROWS_DEFAULT = 16
@@ -74,3 +77,15 @@ def _check_sizes(options: Options, row: int) -> None:
     if row * ARENA_ROWS_MIN > options.cpu_bytes_to_use:
         needed = format_size(ARENA_ROWS_MIN * row)
         raise ValueError(f"{what}; set the tier's cpu_bytes_to_use to at least {needed}, or lower blocks_per_chunk")
+
+
+def describe_groups(config: OffloadingConfig, row_bytes: int, options: Options) -> Groups:
+    """The KV cache groups: a row holds a chunk of any of them."""
+    tokens = {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
+    units = dict.fromkeys(tokens, round_up(row_bytes, UNIT_BYTES) // UNIT_BYTES)
+    windows = windows_in_chunks(config)
+    if windows is None:
+        # Which of several groups are windows, 0.32 tells nobody here. A chunk without a parent is kept as long as its
+        # segment; a wrong parent would take it away too early.
+        windows = dict.fromkeys(tokens, 1) if len(tokens) > 1 else {}
+    return Groups(tokens, units, windows, options.cpu_bytes_to_use // UNIT_BYTES)

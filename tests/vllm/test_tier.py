@@ -37,8 +37,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 # ---- what is stored comes back
 
 
-def test_what_was_cascaded_comes_back_from_disk_alone(start: Start) -> None:
-    tiers = start()
+@pytest.mark.parametrize("data_plane", ["thread", "process"])
+def test_what_was_cascaded_comes_back_from_disk_alone(start: Start, data_plane: str) -> None:
+    tiers = start(data_plane=data_plane)
     keys = keys_of(10)
     tiers.write(keys)
     tiers.forget_host()
@@ -46,13 +47,14 @@ def test_what_was_cascaded_comes_back_from_disk_alone(start: Start) -> None:
     assert tiers.tier.stats()["chunks_promoted"] == 10
 
 
-def test_a_restart_finds_the_data(start: Start) -> None:
-    tiers = start()
+@pytest.mark.parametrize("data_plane", ["thread", "process"])
+def test_a_restart_finds_the_data(start: Start, data_plane: str) -> None:
+    tiers = start(data_plane=data_plane)
     keys = keys_of(10)
     tiers.write(keys)
     tiers.settle()
     tiers.close()
-    assert start().read(keys) == [True] * 10
+    assert start(data_plane=data_plane).read(keys) == [True] * 10
 
 
 def test_a_store_job_ends_with_the_copy_and_not_with_the_disk(start: Start) -> None:

@@ -71,6 +71,7 @@ def tier_config(root: Path, **extra: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": "4MiB",
         "segment_bytes": "2MiB",
         "namespace": "test",
+        "data_plane": "thread",  # where tests can reach it
         **extra,
     }
 

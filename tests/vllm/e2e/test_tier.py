@@ -1,4 +1,4 @@
-"""`KVDiskTier` in real vLLM, below its TieringOffloadingSpec: outputs are the same bit for bit, also from disk alone."""
+"""`KVDiskTier` in real vLLM below TieringOffloadingSpec: outputs are the same bit for bit, from disk alone, too."""
 
 import json
 from collections.abc import Mapping, Sequence
