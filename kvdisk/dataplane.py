@@ -221,7 +221,7 @@ class DataPlane:
         spans = self.compression.stored_spans(items) if has_codecs else self._spans(items)
         async with self.files.use(file, self._path(file)) as fd:
             await self._transfer.read(fd, items[0].offset, spans)
-        self.bytes_read += sum(span.length for span in spans)
+        self.bytes_read += sum([length for _, _, length in spans])
         if has_codecs:
             return await self.compression.verify(items)
         if not self._checksums:
@@ -278,7 +278,12 @@ class DataPlane:
 
     def _views(self, chunk: PackChunk | ReadItem) -> list[memoryview]:
         """The padded parts of a chunk."""
-        return [memory.view[start : start + length] for memory, start, length in self._spans((chunk,))]
+        views = []
+        for (memory, base), part in zip(self._units, chunk.parts, strict=True):
+            if part:
+                start = base + chunk.unit * UNIT_BYTES
+                views.append(memory.view[start : start - (-part // self._alignment) * self._alignment])
+        return views
 
     # ---- segments
 
@@ -346,20 +351,16 @@ class DataPlane:
 def pack_entries(
     chunks: Sequence[PackChunk], takes: Sequence[Footprint], checksums: Sequence[int], header_bytes: int
 ) -> Entries:
-    """The ENTRY_DTYPE records of a pack's chunks, whose payloads follow each other from `header_bytes` on."""
-    _, _, keys, parents, groups, positions = zip(*chunks, strict=True)
-    live_bytes, stored_bytes, _ = np.array(takes, np.uint64).T
-    entries = np.zeros(len(chunks), layout.ENTRY_DTYPE)
-    for field, words in (("key", keys), ("parent", parents)):
-        entries[field] = np.frombuffer(b"".join([word.ljust(64, b"\0") for word in words]), "V64")
-        entries[f"{field}_bytes"] = list(map(len, words))
-    entries["group"] = groups
-    entries["position"] = positions
-    entries["stored_bytes"] = stored_bytes
-    entries["offset"] = header_bytes + np.cumsum(stored_bytes) - stored_bytes
-    entries["live_bytes"] = live_bytes
-    entries["checksum"] = np.array(checksums, np.uint64)
-    return entries
+    """The ENTRY_DTYPE records of a pack's chunks, whose payloads follow each other from `header_bytes` on; writable."""
+    raw = bytearray(layout.ENTRY_BYTES * len(chunks))
+    put, codec, cipher, entry_bytes = layout.put_entry, layout.CODEC_NONE, layout.CIPHER_NONE, layout.ENTRY_BYTES
+    place, offset = 0, header_bytes
+    for (_, _, key, parent, group, position), (live, stored, _), check in zip(chunks, takes, checksums, strict=True):
+        sizes = len(key), len(parent)
+        put(raw, place, key, parent, *sizes, codec, cipher, group, position, offset, stored, live, check, b"", b"")
+        place += entry_bytes
+        offset += stored
+    return np.frombuffer(raw, layout.ENTRY_DTYPE)
 
 
 async def _all_settled(late: Sequence[TransferLateError]) -> None:

@@ -75,6 +75,10 @@ multiple of the alignment. live_bytes: before padding and codec. codec, cipher: 
 one treats the chunk as absent.
 """
 
+_STRUCT_CODES = {"|V64": "64s", "|V16": "16s", "|u1": "B", "<u4": "I", "<u8": "Q"}
+put_entry = struct.Struct("<" + "".join(_STRUCT_CODES[ENTRY_DTYPE[n].str] for n in ENTRY_DTYPE.names or ())).pack_into
+"""put_entry(buffer, offset, *fields of ENTRY_DTYPE): several times as fast as numpy for the few chunks of a pack."""
+
 SEGMENT_HEADER_BYTES = _SEGMENT.size
 PACK_HEADER_BYTES = _PACK.size
 ENTRY_BYTES = ENTRY_DTYPE.itemsize

@@ -1,10 +1,8 @@
 """Open segment files, a bounded number of them, whatever the number of segments."""
 
 import asyncio
-import contextlib
 import resource
 from collections import OrderedDict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvdisk.calls import FileCall, call_in_thread
@@ -44,24 +42,17 @@ class OpenFiles:
         self._files[file] = _OpenFile(fd)
         self._close_idle()
 
-    @contextlib.asynccontextmanager
-    async def use(self, file: SegmentFile, path: str) -> AsyncIterator[int]:
+    def use(self, file: SegmentFile, path: str) -> "_Use":
         """The descriptor of `file`, opened if need be; not closed meanwhile, nor while a late transfer uses it."""
+        return _Use(self, file, path)
+
+    async def _take(self, file: SegmentFile, path: str) -> _OpenFile:
         while (entry := self._files.get(file)) is None:
             await self._open(file, path)
         entry.users += 1
         self._files.move_to_end(file)
         self._close_idle()
-        try:
-            yield entry.fd
-        except TransferLateError as late:
-            late.settled.add_done_callback(lambda _: self._done(entry))
-            raise
-        except BaseException:
-            self._done(entry)
-            raise
-        else:
-            self._done(entry)
+        return entry
 
     def close_one(self, file: SegmentFile) -> None:
         """Close the descriptor of a file that is about to be removed."""
@@ -107,3 +98,25 @@ class OpenFiles:
             self._engine.close_file(self._files.pop(file).fd)
             if len(self._files) <= self._limit:
                 return
+
+
+class _Use:
+    """`async with` a descriptor; a class, for a generator costs several times as much."""
+
+    __slots__ = ("_entry", "_file", "_files", "_path")
+
+    def __init__(self, files: OpenFiles, file: SegmentFile, path: str) -> None:
+        self._files = files
+        self._file = file
+        self._path = path
+        self._entry: _OpenFile
+
+    async def __aenter__(self) -> int:
+        self._entry = await self._files._take(self._file, self._path)
+        return self._entry.fd
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, TransferLateError):
+            error.settled.add_done_callback(lambda _: self._files._done(self._entry))
+        else:
+            self._files._done(self._entry)

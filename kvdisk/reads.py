@@ -1,7 +1,9 @@
 """Reads: chunks that are wanted from disk, the commands that fetch them, and what came of each.
 
 What must hold:
-- First come, first served, on each root; neighbours on disk are fetched together.
+- What was wanted between two pumps is a batch; on each root batches take turns of READ_BYTES_MAX, so a request that
+  wants little does not wait for one that wants much. Within a batch: first come, first served. Neighbours on disk are
+  fetched together.
 - A disk is asked for no more than it can read by the deadline, so a slow one costs no chunk that it was not asked for.
 - A chunk becomes CLEAN when its read has ended; whether its bytes are to be trusted is told before that.
 - A read that is late has failed, but its slot and its segment stay in use until the kernel gives them back.
@@ -11,10 +13,11 @@ Pure: commands go out and completions come back as data.
 from collections import Counter, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, SegmentFile
 from kvdisk.index import Extent
-from kvdisk.plan import Wanted, merge_reads
+from kvdisk.plan import READ_BYTES_MAX, Wanted, merge_reads
 from kvdisk.resident import Resident, State
 from kvdisk.segments import SegmentTable
 
@@ -24,14 +27,34 @@ more than a slow disk reads by then (9 MB/s for 30 s), and enough for a fast one
 be a step of the scheduler away (7 GB/s for 35 ms)."""
 
 
+_Want = tuple[Resident, Extent]
+
+
 @dataclass(slots=True)
 class _Root:
     """The reads of one root."""
 
-    wanted: deque[tuple[Resident, Extent]] = field(default_factory=deque)  # no command was issued for them yet
+    arriving: "deque[_Want]" = field(default_factory=deque)  # since the last pump
+    wanted: "deque[deque[_Want]]" = field(default_factory=deque)  # batches; no command was issued for them yet
+    turn_bytes: int = 0  # of the first batch's turn, so far
     out_bytes: int = 0  # of commands that are out and not late
     ended: int = 0  # commands that did not miss their deadline
     hangs: bool = False  # the last that was late saw none end: the disk does not read at all
+
+    def next(self) -> "list[_Want]":
+        """The chunks that have their turn, as far as there is room."""
+        batch, taken = self.wanted[0], []
+        while batch and self.turn_bytes < READ_BYTES_MAX and (self.out_bytes < READ_BYTES_OUT_MAX or self.hangs):
+            taken.append(batch.popleft())
+            size = taken[-1][0].stored_bytes
+            self.turn_bytes += size
+            self.out_bytes += size
+        if not batch or self.turn_bytes >= READ_BYTES_MAX:
+            self.turn_bytes = 0
+            self.wanted.popleft()
+            if batch:
+                self.wanted.append(batch)
+        return taken
 
 
 class Reads:
@@ -71,16 +94,22 @@ class Reads:
     @property
     def busy(self) -> bool:
         """Whether anything is wanted or on its way; what is late has failed already."""
-        return any(root.wanted for root in self._roots) or any(one not in self._late for one in self._out)
+        return any(root.arriving or root.wanted for root in self._roots) or any(
+            one not in self._late for one in self._out
+        )
 
     def want(self, resident: Resident, extent: Extent) -> None:
         """Queue the read of a LOADING resident."""
         segment = self._table[extent.segment]
-        self._roots[segment.file.root].wanted.append((resident, extent))
+        self._roots[segment.file.root].arriving.append((resident, extent))
         segment.readers += 1
 
     def pump(self) -> list[Command]:
         """The commands that can be issued now."""
+        for root in self._roots:
+            if root.arriving:
+                root.wanted.append(root.arriving)
+                root.arriving = deque()
         return [command for root in self._roots if root.wanted for command in self._issue(root)]
 
     def complete(self, completion: Completion) -> bool:
@@ -93,22 +122,22 @@ class Reads:
     def cancel(self) -> None:
         """Give up what is wanted and not issued yet."""
         for root in self._roots:
-            for resident, extent in root.wanted:
+            for resident, extent in chain(*root.wanted, root.arriving):
                 self._table[extent.segment].readers -= 1
                 self._end(resident)
             root.wanted.clear()
+            root.arriving.clear()
+            root.turn_bytes = 0
 
     def _issue(self, root: _Root) -> list[Command]:
         """Hand over what was wanted first. Where the disk hangs that is all: it all waits in vain, but no longer."""
         wanted: list[Wanted] = []
         resident_at: dict[int, Resident] = {}  # by first unit
         while root.wanted and (root.out_bytes < READ_BYTES_OUT_MAX or root.hangs):
-            resident, extent = root.wanted.popleft()
-            unit = resident.run.start
-            number, offset, _, checksum, _, codec, stored_bytes = extent
-            wanted.append(Wanted(number, ReadItem(offset, resident.parts, checksum, unit, codec, stored_bytes)))
-            resident_at[unit] = resident
-            root.out_bytes += resident.stored_bytes
+            for resident, (number, offset, _, checksum, _, codec, stored_bytes) in root.next():
+                unit = resident.run.start
+                wanted.append(Wanted(number, ReadItem(offset, resident.parts, checksum, unit, codec, stored_bytes)))
+                resident_at[unit] = resident
         issued: list[Command] = []
         for run in merge_reads(wanted, self._alignment):
             file = self._table[run[0].segment].file

@@ -549,6 +549,27 @@ def test_reads_go_out_first_come_first_served_and_no_more_than_a_slow_disk_can_r
     assert not b.store.busy
 
 
+def test_a_load_of_little_does_not_wait_for_one_of_much_that_was_asked_for_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
+    monkeypatch.setattr("kvdisk.reads.READ_BYTES_MAX", 8 * 4096)
+    b = bench(segments_max=(8,), unit_count=128)
+    *much, little = chunks_on_disk(b, 20, 4)
+    for key in much:
+        b.store.promote(key)
+    b.take()
+    assert sum(len(read.items) for read in reads(b.out)) == 4
+    b.store.promote(little)
+    while b.store.presence(little) is Presence.PENDING:
+        b.answer(b.out[0])
+        b.take()
+    came = sum(b.store.presence(key) is Presence.READY for key in much)
+    assert came <= 4 + 2, "what was asked of the disk already, and one turn"
+    b.run()
+    assert all(b.store.presence(key) is Presence.READY for key in much)
+
+
 def test_a_slow_disk_costs_no_chunk_that_it_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdisk.reads.READ_BYTES_OUT_MAX", 16 * 4096)
     b = bench(segments_max=(8,), unit_count=128)
