@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from kvdisk.cli.inspect_report import Inspector
 from tests.vllm import models
 from tests.vllm.config import connector
+from tests.vllm.large_models import glm_5_2
 from tests.vllm.ranks import RanksHarness
 
 PROMPT_TOKENS = 500
@@ -38,6 +39,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": {"specs": [heads(4), heads(4)], "tp_size": 2},
     "tp 2, replicated latent": {
         "specs": [stage(0, 3, latent)] * 2,
+        "tp_size": 2,
+        "replicated": True,
+        "model": "deepseek_v3",
+    },
+    "tp 2, replicated latent and index": {  # GLM-5.2: two page sizes in one group
+        "specs": [glm_5_2(6).specs] * 2,
         "tp_size": 2,
         "replicated": True,
         "model": "deepseek_v3",

@@ -356,3 +356,12 @@ def test_the_corners_are_among_them(tmp_path, class_):
         first = bpc - 2 if bpc > 2 else 0
         groups.append(Group(3 * index, 16, 2, 0, stored, [(first + j, t) for j, t in enumerate(targets)]))
     round_trip(Case(bpc, num_blocks, groups, [rank] * world_size, class_ == "replicated", 1), tmp_path)
+
+
+def test_packs_of_more_pieces_than_one_call_takes_come_back(tmp_path):
+    """200 chunks with a part on each of eight ranks: 1,600 buffers in one pack, and IOV_MAX is 1,024."""
+    chunks, page = 200, 100
+    rank = Rank([chunks * page], [(0, 0, page, page)], [[(0, page)]])
+    blocks = list(range(chunks))
+    group = Group(0, 16, chunks, 0, blocks[::-1], list(zip(blocks, blocks, strict=True)))
+    round_trip(Case(1, chunks, [group], [rank] * 8, False, 1), tmp_path)
