@@ -1,0 +1,500 @@
+"""A data plane's process in trouble, and its owner: whoever is killed, there are no wrong bytes, no hangs, no leaks."""
+
+import errno
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvdisk
+from kvdisk.commands import Completion, ReadChunks, WriteEpoch
+from kvdisk.plane import process as process_module
+from kvdisk.plane import quiet, remote
+from kvdisk.plane.remote import ProcessPlane
+from kvdisk.plane.wire import Do, Done, Log, Receiver, Sender, Stop, WireError, decode_event, decode_request
+from kvdisk.store import Presence
+from tests.planes import Rig, keys_of, value
+
+Start = Callable[..., Rig]
+KEYS = keys_of(30)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def start(root: Path) -> Iterator[Start]:
+    rigs: list[Rig] = []
+
+    def start_one(**extra: Any) -> Rig:
+        rigs.append(Rig(root, **extra))
+        return rigs[-1]
+
+    yield start_one
+    for rig in rigs:
+        rig.service.close()
+
+
+def await_end(pid: int) -> None:
+    """Until the process is gone; the test's timeout is the only one."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([pidfd], [], [])
+    os.close(pidfd)
+
+
+def kill(rig: Rig) -> int:
+    pid = rig.pid
+    os.kill(pid, signal.SIGKILL)
+    await_end(pid)
+    return pid
+
+
+def replaced(rig: Rig, before: int) -> Callable[[], bool]:
+    plane: Any = rig.service.plane
+    return lambda: plane.pid not in (None, before) and not plane._is_dead
+
+
+# ---- when the plane dies
+
+
+def test_after_one_death_the_store_goes_on_where_it_was(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    rig = start()
+    rig.put(KEYS)
+    before = kill(rig)
+    rig.store.promote(KEYS[0])  # lost on the way
+    rig.pump_until(replaced(rig, before))
+    rig.settle()
+    assert rig.get(KEYS[0]) is None
+    assert all(rig.get(key) == value(key, rig.size) for key in KEYS[1:])
+    rig.put(keys_of(10, "later"))
+    assert rig.get(b"later-3") == value(b"later-3", rig.size)
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 2, "it is gone; it was started again"
+    assert rig.close(), "everything was flushed"
+
+
+def test_after_a_second_death_only_what_is_in_memory_hits(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    rig = start()
+    rig.put(KEYS)
+    assert rig.get(KEYS[1]) is not None
+    for _ in range(2):
+        before = kill(rig)
+        rig.store.promote(KEYS[0]) if KEYS[0] in rig.store.index else rig.store.promote(KEYS[2])
+        rig.pump_until(lambda before=before: rig.service.plane.is_lost or replaced(rig, before)())  # type: ignore[misc]
+    rig.pump_until(lambda: rig.service.plane._process is None)  # type: ignore[attr-defined]
+    assert rig.service.plane.is_lost
+    assert [key for key in KEYS if rig.store.presence(key) is not Presence.ABSENT] == [KEYS[1]]
+    assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
+    assert rig.begin_put(b"new") is None, "refused at once"
+    assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1
+    rig.settle()
+    assert all(owner.pins == 0 for owner in rig.store.arena.owners())
+    rig.store.reset()
+    assert not rig.service.write_epoch_now(30), "nobody can make it durable"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_any_moment_there_is_no_wrong_byte_and_no_hang(start: Start, seed: int) -> None:
+    """Stores and loads side by side, two kills, at any command and any completion; then all of it once more."""
+    chance = random.Random(seed)
+    rig = start(engine=chance.choice(["auto", "posix"]))
+    old = keys_of(40, "old")
+    rig.put(old)
+    steps = 120
+    kills = sorted(chance.sample(range(steps), 2))
+    for step in range(steps):
+        if step in kills and rig.service.plane.pid is not None:  # type: ignore[attr-defined]
+            rig.service.plane._process.kill()  # type: ignore[attr-defined]
+        rig.begin_put(f"new-{step}".encode())
+        key = chance.choice(old)
+        if rig.store.presence(key) is Presence.ON_DISK:
+            rig.store.promote(key)
+        rig.service.pump()
+        if chance.random() < 0.3:
+            rig.service.wait(0.02)
+        for resident in list(rig.store.arena.owners()):
+            if resident.is_hit and not resident.forgotten:
+                assert bytes(rig.slot(resident)) == value(resident.key, rig.size)
+        if chance.random() < 0.2:
+            rig.store.drop_slots()
+    rig.settle()
+    rig.pump_until(lambda: not rig.service.plane._late)  # type: ignore[attr-defined]
+    assert all(owner.pins == 0 for owner in rig.store.arena.owners())
+    everything = [*old, *(f"new-{step}".encode() for step in range(steps))]
+    assert all(rig.get(key) in (None, value(key, rig.size)) for key in everything)
+    rig.close()
+    again = start()
+    found = [again.get(key) for key in everything]
+    assert all(bytes_ in (None, value(key, rig.size)) for key, bytes_ in zip(everything, found, strict=True))
+    assert sum(bytes_ is not None for bytes_ in found[:40]) > 0
+
+
+def test_slots_are_not_reused_before_the_dead_planes_io_is_over(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+    rig.put(KEYS)
+    over = False
+    monkeypatch.setattr(quiet, "is_quiet", lambda path: over)
+    rig.store.promote(KEYS[0])
+    os.kill(rig.pid, signal.SIGSTOP)
+    rig.service.pump()
+    kill(rig)
+    plane: Any = rig.service.plane
+    rig.pump_until(lambda: plane._quiet is not None)
+    rig.service.pump()
+    assert not rig.store.busy, "the read has failed"
+    assert [owner.can_evict() for owner in rig.store.arena.owners()] == [False], "but its slot is not free"
+    over = True
+    rig.pump_until(lambda: not plane._is_dead)
+    assert rig.store.arena.free_units == rig.store.arena.unit_count
+
+
+def test_a_plane_whose_last_io_hangs_is_lost_and_keeps_its_slots(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+    rig.put(KEYS)
+    monkeypatch.setattr(quiet, "is_quiet", lambda path: False)
+    monkeypatch.setattr(remote, "MOURNING_S_MAX", 0.0)
+    rig.store.promote(KEYS[0])
+    os.kill(rig.pid, signal.SIGSTOP)
+    rig.service.pump()
+    kill(rig)
+    rig.pump_until(lambda: rig.service.plane.is_lost)
+    rig.service.pump()
+    assert [owner.can_evict() for owner in rig.store.arena.owners()] == [False]
+    assert rig.store.presence(KEYS[1]) is Presence.ABSENT
+    monkeypatch.undo()
+    rig.pump_until(lambda: rig.service.plane._process is None)  # type: ignore[attr-defined]
+    assert rig.store.arena.free_units == rig.store.arena.unit_count, "they come back when it is over"
+
+
+def test_a_plane_that_cannot_be_started_again_is_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+    rig.put(KEYS)
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EPERM, "no fork today")
+
+    monkeypatch.setattr(process_module, "_spawn", refuse)
+    kill(rig)
+    rig.store.promote(KEYS[0])
+    rig.pump_until(lambda: rig.service.plane.is_lost)
+    rig.settle()
+    assert rig.get(KEYS[1]) is None
+
+
+@pytest.mark.parametrize("what", [
+    WireError("nonsense"),
+    Done([Completion(10**9)], (0,) * 6),  # type: ignore[arg-type]
+    Stop(1.0),
+], ids=["undecodable", "of an unknown command", "not an answer"])  # fmt: skip
+def test_a_plane_that_talks_nonsense_is_killed_and_replaced(
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: Any
+) -> None:
+    rig = start()
+    rig.put(KEYS)
+    before, plane = rig.pid, rig.service.plane
+
+    def nonsense() -> Any:
+        if isinstance(what, Exception):
+            raise what
+        return [what]
+
+    monkeypatch.setattr(plane._process, "events", nonsense)  # type: ignore[attr-defined]
+    rig.store.promote(KEYS[0])
+    rig.pump_until(replaced(rig, before))
+    await_end(before)
+    assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
+
+
+def test_results_of_another_shape_than_asked_for_are_nonsense(start: Start) -> None:
+    plane: Any = start().service.plane
+    item: Any = (4096, (100,), 1, 0)
+    read = ReadChunks(1, (0, 0), (item, item))  # type: ignore[arg-type]
+    for result in (Completion(1, verified=[True]), Completion(1, verified=[True] * 2, errors=[0])):
+        plane._out[1] = (0.0, read)
+        with pytest.raises(WireError, match="not its own"):
+            plane._check(result)
+    plane._out[1] = (0.0, read)
+    plane._check(Completion(1, verified=[True, False]))
+    with pytest.raises(WireError, match="was not out"):
+        plane._check(Completion(1, verified=[True, False]))
+
+
+def test_a_plane_without_a_word_for_long_is_dead(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+    rig.put(KEYS)
+    before = rig.pid
+    os.kill(before, signal.SIGSTOP)
+    rig.store.promote(KEYS[0])
+    rig.service.pump()
+    monkeypatch.setattr(remote, "_SILENCE_S", -1e9)
+    rig.service.pump()
+    monkeypatch.undo()
+    rig.pump_until(replaced(rig, before))
+    await_end(before)
+    assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
+
+
+# ---- signals, sockets, sandboxes
+
+
+def test_signals_to_the_group_are_the_owners_to_act_on(start: Start) -> None:
+    rig = start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(rig.pid, number)
+    before = rig.pid
+    rig.put(KEYS)
+    assert all(rig.get(key) == value(key, rig.size) for key in KEYS)
+    assert rig.pid == before
+
+
+def test_signals_before_the_process_is_up_do_not_end_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = process_module._spawn
+
+    def spawn_and_interrupt(*arguments: Any) -> Any:
+        started = spawn(*arguments)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            started.send_signal(number)
+        return started
+
+    monkeypatch.setattr(process_module, "_spawn", spawn_and_interrupt)
+    rig = Rig(root)
+    assert isinstance(rig.service.plane, ProcessPlane)
+    rig.put(KEYS[:1])
+    rig.close()
+
+
+def test_a_full_socket_delays_commands_and_not_the_owner(start: Start) -> None:
+    rig = start()
+    rig.put(KEYS)
+    plane: Any = rig.service.plane
+    plane._process.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    os.kill(rig.pid, signal.SIGSTOP)
+    many = [WriteEpoch(10**6 + number, 0) for number in range(5000)]
+    for at in range(0, len(many), 10):
+        plane.send(many[at : at + 10])
+        plane._receive()
+    assert plane._process.sender.backlog_bytes > 0
+    os.kill(rig.pid, signal.SIGCONT)
+    came: list[Completion] = []
+    while len(came) < len(many):
+        plane.wait(0.05)
+        came += plane.completions()
+    assert {completion.id for completion in came} == {command.id for command in many}
+    assert not any(completion.error for completion in came)
+    assert rig.get(KEYS[0]) == value(KEYS[0], rig.size)
+
+
+def test_garbage_from_the_owner_ends_the_process(start: Start) -> None:
+    rig = start()
+    before = rig.pid
+    rig.service.plane._process.socket.send(b"\x05\x00\x00\x00hello")  # type: ignore[attr-defined]
+    await_end(before)
+    rig.begin_put(b"key")
+    rig.pump_until(replaced(rig, before))
+
+
+def test_without_processes_there_is_a_thread_and_one_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EPERM, "no fork today")
+
+    monkeypatch.setattr(process_module, "_spawn", refuse)
+    rig = Rig(root)
+    rig.put(KEYS)
+    assert rig.get(KEYS[0]) == value(KEYS[0], rig.size)
+    assert ["no fork today" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [True]
+    rig.close()
+
+
+def test_a_process_that_dies_at_its_start_is_replaced_by_a_thread(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "_MAIN", "raise SystemExit(7)")
+    rig = Rig(root)
+    rig.put(KEYS[:1])
+    assert "exit code 7" in caplog.text
+    rig.close()
+
+
+def test_the_process_imports_neither_torch_nor_vllm_and_runs_the_owners_kvdisk(start: Start, tmp_path: Path) -> None:
+    maps = Path(f"/proc/{start().pid}/maps").read_text()
+    assert "torch" not in maps
+    script = "import sys, kvdisk.plane.child; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvdisk.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    top = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not top & {"torch", "vllm", "click", "rich", "multiprocessing"}
+
+
+def test_nothing_is_imported_from_the_current_directory(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    for name in ("json", "kvdisk", "asyncio", "numpy"):
+        (trap / f"{name}.py").write_text("raise SystemExit('a stranger was imported')")
+    monkeypatch.chdir(trap)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+    rig = Rig(root)
+    assert isinstance(rig.service.plane, ProcessPlane)
+    rig.close()
+
+
+def test_many_rounds_leave_neither_descriptors_nor_processes_nor_threads(root: Path) -> None:
+    def state() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    Rig(root, engine="posix").close()
+    before = state()
+    pids = []
+    for _ in range(50):
+        rig = Rig(root, engine="posix")
+        pids.append(rig.pid)
+        assert rig.close()
+    assert state() == before
+    assert not any(Path(f"/proc/{pid}/task").exists() for pid in pids)
+    assert not process_module._unburied
+
+
+# ---- when the owner dies
+
+OWNER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.planes import Rig, keys_of
+rig = Rig(Path(sys.argv[2]))
+rig.put(keys_of(30))
+for number in range(200):  # these are on their way when the end comes
+    rig.begin_put(b"late-%d" % number)
+    rig.service.pump()
+child = os.fork() if sys.argv[3] == "fork" else -1
+if child == 0:  # keeps the socket, the locks and the arena open, as a worker that was forked later would
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
+print(rig.pid, os.path.basename(rig.service.instance_paths[0]), flush=True)
+sys.stdin.read()
+"""
+
+
+def own(root: Path, how: str = "") -> "tuple[subprocess.Popen[str], int]":
+    """An owner in another process, and its plane's pid."""
+    project = str(Path(__file__).parents[1])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, project, str(root), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    pid, instance = owner.stdout.readline().split()
+    assert instance == "dp0"
+    return owner, int(pid)
+
+
+def test_a_killed_owner_takes_its_plane_along_and_the_next_gets_its_instance_and_data(root: Path, start: Start) -> None:
+    owner, pid = own(root)
+    owner.kill()
+    owner.wait()
+    rig = start()  # at once: the plane may still be finishing
+    assert rig.service.instance_paths[0].endswith("dp0"), "its own, not a spare with an empty cache"
+    assert all(rig.get(key) == value(key, rig.size) for key in KEYS)
+    assert all(rig.get(key) in (None, value(key, rig.size)) for key in keys_of(200, "late"))
+    await_end(pid)
+    owner.communicate()
+
+
+def test_a_forked_child_of_the_owner_does_not_keep_the_plane(root: Path) -> None:
+    owner, pid = own(root, "fork")
+    owner.kill()
+    owner.wait()
+    await_end(pid)
+    owner.communicate()
+
+
+def test_a_forked_child_that_ends_does_not_disturb_the_plane(start: Start) -> None:
+    rig = start()
+    rig.put(KEYS)
+    child = os.fork()
+    if child == 0:
+        try:
+            rig.service.close()
+            rig.service.plane._process.socket.close()  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert all(rig.get(key) == value(key, rig.size) for key in KEYS)
+
+
+# ---- what crosses
+
+
+def test_a_message_that_is_too_long_is_not_waited_for() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        mine.setblocking(False)
+        theirs.send(b"\xff\xff\xff\x7f")
+        with pytest.raises(WireError, match="a message of 2147483647 bytes"):
+            Receiver(mine, frame_bytes_max=1 << 20).receive()
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x00", b"\xc1", b"\x91\xa2Do", b"\x92\xa2Do\x91\x91\x01", bytes(range(128, 192))]
+)
+def test_what_does_not_decode_is_an_error_of_the_wire(payload: bytes) -> None:
+    for decode in (decode_request, decode_event):
+        with pytest.raises(WireError):
+            decode(payload)
+
+
+def test_messages_cross_whole_whatever_the_pieces() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        for one in (mine, theirs):
+            one.setblocking(False)
+        sender, receiver = Sender(mine), Receiver(theirs, frame_bytes_max=8 << 20)
+        texts = ["x" * size for size in (0, 1, 300_000, 5_000_000, 7)]
+        came: list[str] = []
+        for text in texts:
+            sender.send(Log(10, text))
+        while len(came) < len(texts):
+            sender.flush()
+            came += [decode_event(payload).text for payload in receiver.receive()]  # type: ignore[union-attr]
+        assert came == texts
+        assert sender.backlog_bytes == 0
+        mine.close()
+        assert receiver.receive() == []
+        assert receiver.ended
+
+
+def test_a_file_is_quiet_when_nobody_can_write_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    if quiet.is_quiet(str(path)) is None:
+        pytest.skip("no leases on this file system")
+    with path.open("r+b"):
+        assert quiet.is_quiet(str(path)) is False
+    assert quiet.is_quiet(str(path)) is True
+    assert quiet.is_quiet(str(tmp_path / "missing")) is None
+
+
+def test_commands_survive_the_way() -> None:
+    commands = [WriteEpoch(1, 2), ReadChunks(3, (0, 1), ())]  # type: ignore[arg-type]
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        Sender(mine).send(Do(commands))  # type: ignore[arg-type]
+        (payload,) = Receiver(theirs, frame_bytes_max=1 << 20).receive()
+    assert decode_request(payload) == Do(commands)  # type: ignore[arg-type]
