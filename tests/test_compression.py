@@ -18,18 +18,13 @@ from hypothesis import strategies as st
 
 import kvdisk
 from kvdisk import codec, layout
-from kvdisk.commands import PackChunk, ReadItem, WritePack
+from kvdisk.commands import PackChunk, ReadChunks, ReadItem, WritePack
 from kvdisk.compression import Compression
-from kvdisk.dataplane import Units
 from kvdisk.io.sim import Fault, SimDisk
-from kvdisk.memory import shared_memory
-from kvdisk.options import parse_options
 from kvdisk.plan import footprint
-from kvdisk.service import Service, Tenancy
-from kvdisk.units import UNIT_BYTES, round_up
-from tests import test_crash
+from tests import planes, test_crash
 from tests.simstore import ALIGNMENT, InlineExecutor, SimStore, _memory, run
-from tests.test_codec import gaussian, padded
+from tests.test_codec import gaussian
 
 zstandard = pytest.importorskip("zstandard", reason="the optional package is not installed")
 
@@ -155,6 +150,29 @@ def test_every_codec_of_the_golden_segment_is_unpacked_to_what_was_packed() -> N
         assert codec.decompress(int(entry["codec"]), [stored], [memoryview(part) for part in parts])
         found[key] = (int(entry["codec"]), [bytes(part) for part in parts])
     assert found == maker.CONTENT
+
+
+def test_compressed_neighbours_are_read_together() -> None:
+    disk = SimDisk(1)
+
+    async def main() -> None:
+        sim = await SimStore.open(disk, compress=True)
+        residents = []
+        for n in range(4):
+            resident = sim.store.reserve(b"%d" % n, 0, (20_000,), n, b"")
+            assert resident is not None
+            sim.slot(resident)[:20_000] = gaussian(10_000, "bf16", n)
+            residents.append(resident)
+        sim.store.commit(residents)
+        await sim.flush()
+        sim.store.drop_slots()
+        assert all(sim.store.promote(b"%d" % n) for n in range(4))
+        await sim.flush()
+        (read,) = [one for one in sim.commands if isinstance(one, ReadChunks)]
+        assert [item.stored_bytes for item in read.items] == [16_384] * 4
+        assert [await sim.get(b"%d" % n) for n in range(4)] == [gaussian(10_000, "bf16", n) for n in range(4)]
+
+    run(main())
 
 
 # ---- where the next pack begins
@@ -435,42 +453,18 @@ def test_compression_without_the_package_is_refused_with_the_remedy(monkeypatch:
     kvdisk.open("/tmp", capacity="1GiB", compression="none")
 
 
-@pytest.mark.parametrize("in_process", [False, True], ids=["thread", "process"])
-def test_the_data_plane_compresses_wherever_it_runs(tmp_path: Path, in_process: bool) -> None:
-    memory, fd = shared_memory(16 << 20)
-    values = {b"%d" % n: gaussian(30_000 + n, "bf16", n) for n in range(20)}
-    options = parse_options({
-        "root_dir": tmp_path, "disk_bytes_to_use": "64MiB", "cpu_bytes_to_use": "16MiB", "compression": "zstd",
-    })  # fmt: skip
-    service = Service(
-        options,
-        Tenancy({"test": 1}, ("main",)),
-        [Units(memory, 0, fd)],
-        unit_count=memory.size // UNIT_BYTES,
-        in_process=in_process,
+@pytest.mark.parametrize("kind", planes.KINDS)
+def test_the_data_plane_compresses_wherever_it_runs(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        planes, "value", lambda key, size: gaussian(size // 2, "bf16", int.from_bytes(key, "big") % 2**30)
     )
-    try:
-        store = service.store
-        for key, data in values.items():
-            filling = store.reserve(key, 0, (len(data),), 0, b"")
-            assert filling is not None
-            start = filling.run.start * UNIT_BYTES
-            memory.view[start : start + round_up(len(data), UNIT_BYTES)] = padded(data)
-            store.commit([filling])
-        assert service.drain(30.0)
-        stats = service.stats()
-        assert stats["chunks_compressed"] == stats["chunks_flushed"] == len(values)
-        assert int(stats["bytes_written"]) < 0.8 * int(stats["bytes_flushed"])
-        store.drop_slots()
-        memory.view[:] = bytes(memory.size)
-        loading = {key: store.promote(key) for key in values}
-        assert service.drain(30.0)
-        for key, data in values.items():
-            resident = loading[key]
-            assert resident is not None
-            assert not resident.forgotten
-            start = resident.run.start * UNIT_BYTES
-            assert memory.view[start : start + len(data)] == data
-    finally:
-        service.close()
-        os.close(fd)
+    (tmp_path / "root").mkdir(mode=0o700)
+    rig = planes.Rig(tmp_path / "root", kind=kind, compression="zstd")
+    keys = planes.keys_of(40)
+    rig.put(keys)
+    stats = rig.service.stats()
+    assert stats["chunks_compressed"] == stats["chunks_flushed"] == len(keys)
+    assert int(stats["bytes_written"]) < 0.85 * int(stats["bytes_flushed"])
+    rig.memory.view[:] = bytes(rig.memory.size)
+    assert all(rig.get(key) == planes.value(key, rig.size) for key in keys)
+    rig.close()
