@@ -1,6 +1,6 @@
-"""What others in the process cost kvdisk, and what kvdisk costs them.
+"""What others in the process cost kvdisk, and what kvdisk costs them, with the data plane on a thread and in a process.
 
-    python bench/interference.py --root DIR [--size 1GiB] [--rounds 5]
+    python bench/interference.py --root DIR [--size 1GiB] [--rounds 5] [--planes thread,process]
 
 1. A scheduler that holds the GIL. The thread that owns the store does Python work in steps and looks at the store
    between them, as an engine core does. Bandwidth is compared with that of an idle owner, and the owner's own speed
@@ -9,7 +9,8 @@
 3. Read latency of a lone 1 MiB chunk at a time, idle and while chunks are written at full rate.
 4. 1,000 loads of one 128 KiB chunk, eight at a time: alone, and beside one load of 1 GiB.
 
-Prints each bar with its verdict and writes bench/results/interference.json.
+Both planes take turns in every round, each over its own directory: the thread with private memory, the process with
+shared memory, as kvdisk uses them. Prints each bar with its verdict and writes bench/results/interference.json.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from kvdisk.cli.bench_report import environment
 from kvdisk.cli.bench_workload import Result, Setup, Workload
 from kvdisk.units import KIB, MIB, parse_size
 
+Figure = tuple[str, float]
+
 HERE = Path(__file__).parent
 STEP_S = 0.005  # of a scheduler's work between two looks at the store
 SWITCH_S = 0.0002
+INTERVALS = (("5 ms", None), ("0.2 ms", SWITCH_S))
 SMALL_LOADS, SMALL_DEPTH = 1000, 8
 
 
@@ -115,63 +119,54 @@ def moves(workload: Workload) -> dict[str, Callable[[Callable[[], None] | None],
     }
 
 
-def busy_owner(workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Part 1: idle, busy, and busy at a short switch interval, one after another in each round."""
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        alone = Scheduler.alone()
-        for op, move in moves(workload).items():
-            idle = move(None).bytes_per_s
-            workload.service.drain(30)
-            for name, interval in (("5 ms", None), ("0.2 ms", SWITCH_S)):
-                scheduler = Scheduler()
-                with switch_interval(interval):
-                    speed = move(scheduler.step).bytes_per_s
-                workload.service.drain(30)
-                found.setdefault(f"{op} bandwidth, busy owner, switch interval {name}", []).append(speed / idle)
-                found.setdefault(f"{op} owner's speed, switch interval {name}", []).append(scheduler.speed / alone)
-    return found
-
-
-def third_thread(workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Part 2."""
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        with busy_thread() as work:
-            time.sleep(0.5)
-            alone = work[0] / 0.5
-        for op, move in moves(workload).items():
-            idle = move(None).bytes_per_s
-            workload.service.drain(30)
-            for name, interval in (("5 ms", None), ("0.2 ms", SWITCH_S)):
-                with switch_interval(interval), busy_thread() as work:
-                    start = time.perf_counter()
-                    speed = move(None).bytes_per_s
-                    spun = work[0] / (time.perf_counter() - start)
-                workload.service.drain(30)
-                found.setdefault(f"{op} bandwidth, busy thread, switch interval {name}", []).append(speed / idle)
-                found.setdefault(f"{op} thread's speed, switch interval {name}", []).append(spun / alone)
-    return found
-
-
-def latency_beside_writes(workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Part 3: p50 and p99 in ms."""
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        idle = workload.run(workload.readers(1))["read"]
-        # Readers first: they must have chunks that the writers of this pass do not recycle.
-        beside = workload.run([*workload.readers(1), *workload.writers()])["read"]
+def busy_owner(workload: Workload) -> Iterator[Figure]:
+    """Part 1: idle, busy, and busy at a short switch interval."""
+    alone = Scheduler.alone()
+    for op, move in moves(workload).items():
+        idle = move(None).bytes_per_s
+        yield f"{op} idle, MB/s", idle / 1e6
         workload.service.drain(30)
-        for name, result in (("idle", idle), ("beside writes", beside)):
-            for percent in (50, 99):
-                found.setdefault(f"p{percent} {name}, ms", []).append(result.percentile_ns(percent) / 1e6)
-        found.setdefault("p99 ratio", []).append(beside.percentile_ns(99) / idle.percentile_ns(99))
-    return found
+        for name, interval in INTERVALS:
+            scheduler = Scheduler()
+            with switch_interval(interval):
+                speed = move(scheduler.step).bytes_per_s
+            workload.service.drain(30)
+            yield f"{op} bandwidth, busy owner, switch interval {name}", speed / idle
+            yield f"{op} owner's speed, switch interval {name}", scheduler.speed / alone
 
 
-def small_beside_large(workload: Workload, rounds: int) -> dict[str, list[float]]:
+def third_thread(workload: Workload) -> Iterator[Figure]:
+    """Part 2."""
+    with busy_thread() as work:
+        time.sleep(0.5)
+        alone = work[0] / 0.5
+    for op, move in moves(workload).items():
+        idle = move(None).bytes_per_s
+        workload.service.drain(30)
+        for name, interval in INTERVALS:
+            with switch_interval(interval), busy_thread() as work:
+                start = time.perf_counter()
+                speed = move(None).bytes_per_s
+                spun = work[0] / (time.perf_counter() - start)
+            workload.service.drain(30)
+            yield f"{op} bandwidth, busy thread, switch interval {name}", speed / idle
+            yield f"{op} thread's speed, switch interval {name}", spun / alone
+
+
+def latency_beside_writes(workload: Workload) -> Iterator[Figure]:
+    """Part 3: p50 and p99 in ms."""
+    idle = workload.run(workload.readers(1))["read"]
+    # Readers first: they must have chunks that the writers of this pass do not recycle.
+    beside = workload.run([*workload.readers(1), *workload.writers()])["read"]
+    workload.service.drain(30)
+    for name, result in (("idle", idle), ("beside writes", beside)):
+        for percent in (50, 99):
+            yield f"p{percent} {name}, ms", result.percentile_ns(percent) / 1e6
+    yield "p99 ratio", beside.percentile_ns(99) / idle.percentile_ns(99)
+
+
+def small_beside_large(workload: Workload) -> Iterator[Figure]:
     """Part 4: p99 in ms of the small loads, and what is left to the large one."""
-    found: dict[str, list[float]] = {}
 
     def run(*labels: str) -> dict[str, Result]:
         keys = workload.last_keys()
@@ -181,12 +176,31 @@ def small_beside_large(workload: Workload, rounds: int) -> dict[str, list[float]
         }
         return workload.run([jobs[label] for label in labels])
 
+    small, large, both = run("small")["small"], run("large")["large"], run("small", "large")
+    yield "small p99 alone, ms", small.percentile_ns(99) / 1e6
+    yield "small p99 beside 1 GiB, ms", both["small"].percentile_ns(99) / 1e6
+    yield "large beside over alone", both["large"].bytes_per_s / large.bytes_per_s
+
+
+Part = Callable[[Workload], Iterator[Figure]]
+PARTS: dict[str, tuple[int, Part]] = {
+    "busy owner, 128 KiB chunks": (128 * KIB, busy_owner),
+    "busy third thread, 128 KiB chunks": (128 * KIB, third_thread),
+    "1,000 small loads beside a large one, 128 KiB chunks": (128 * KIB, small_beside_large),
+    "busy owner, 1024 KiB chunks": (MIB, busy_owner),
+    "busy third thread, 1024 KiB chunks": (MIB, third_thread),
+    "reads of one chunk beside full writes, 1024 KiB chunks": (MIB, latency_beside_writes),
+}
+
+
+def measure(part: Part, workloads: dict[str, Workload], rounds: int) -> dict[str, list[float]]:
+    """The figures of `part` by plane and name, one a round; the planes take turns."""
+    found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        small, large, both = run("small")["small"], run("large")["large"], run("small", "large")
-        found.setdefault("small p99 alone, ms", []).append(small.percentile_ns(99) / 1e6)
-        found.setdefault("small p99 beside 1 GiB, ms", []).append(both["small"].percentile_ns(99) / 1e6)
-        found.setdefault("large beside over alone", []).append(both["large"].bytes_per_s / large.bytes_per_s)
-    return found
+        for plane, workload in workloads.items():
+            for name, figure in part(workload):
+                found.setdefault(f"{plane}: {name}", []).append(figure)
+    return {name: found[name] for name in sorted(found)}
 
 
 BARS = {
@@ -220,26 +234,30 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="directory on the disk to measure")
     parser.add_argument("--size", default="1GiB", help="bytes a pass")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--planes", default="thread,process", help="where the data plane is")
+    parser.add_argument("--part", default="", help="only parts whose title has this in it")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     size = parse_size(arguments.size, "--size")
     report: dict[str, Any] = {"load average before": os.getloadavg()[0]}
     for bs in (128 * KIB, MIB):
-        with Workload(arguments.root, Setup(bs, size)) as workload:
-            if not report.get("environment"):
-                report["environment"] = environment(workload)
+        parts = {title: part for title, (size_of, part) in PARTS.items() if size_of == bs and arguments.part in title}
+        if not parts:
+            continue
+        with ExitStack() as stack:
+            workloads = {
+                plane: stack.enter_context(Workload(arguments.root, Setup(bs, size, data_plane=plane)))
+                for plane in arguments.planes.split(",")
+            }
+            if "environment" not in report:
+                report["environment"] = environment(next(iter(workloads.values())))
                 for name, value in report["environment"].items():
                     print(f"{name:>12}: {value}")
-            workload.recycle_all()
-            parts = {"busy owner": busy_owner, "busy third thread": third_thread}
-            if bs == MIB:
-                parts["reads of one chunk beside full writes"] = latency_beside_writes
-            else:
-                parts["1,000 small loads beside a large one"] = small_beside_large
+            for workload in workloads.values():
+                workload.recycle_all()
             for title, part in parts.items():
-                found = part(workload, arguments.rounds)
-                report[f"{title}, {bs >> 10} KiB chunks"] = found
-                show(f"{title}, {bs >> 10} KiB chunks", found)
+                report[title] = measure(part, workloads, arguments.rounds)
+                show(title, report[title])
     report["load average after"] = os.getloadavg()[0]
     arguments.results.mkdir(exist_ok=True)
     (arguments.results / "interference.json").write_text(json.dumps(report, indent=1) + "\n")
