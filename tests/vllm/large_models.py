@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -192,7 +193,52 @@ def glm_5_2(layer_count: int | None = None) -> LargeModel:
     return LargeModel("glm-5.2", specs, tp_size=8, replicated=True)
 
 
+def llama_3_1_8b(layer_count: int | None = None) -> LargeModel:
+    """Full attention, the plain case."""
+    n = numbers("llama-3.1-8b")
+    full = FullAttentionSpec(block_size=16, num_kv_heads=n["num_key_value_heads"], head_size=n["head_dim"], dtype=BF16)
+    return LargeModel("llama-3.1-8b", {f"layers.{i}": full for i in range(layer_count or n["num_hidden_layers"])})
+
+
+def gpt_oss_20b(layer_count: int | None = None) -> LargeModel:
+    """Windows and full attention in turn, alike in size."""
+    n = numbers("gpt-oss-20b")
+    sizes = {"block_size": 16, "num_kv_heads": n["num_key_value_heads"], "head_size": n["head_dim"], "dtype": BF16}
+    kinds = [SlidingWindowSpec(sliding_window=n["sliding_window"], **sizes), FullAttentionSpec(**sizes)]
+    return LargeModel(
+        "gpt-oss-20b", {f"layers.{i}": kinds[i % 2] for i in range(layer_count or n["num_hidden_layers"])}
+    )
+
+
+def deepseek_v3(layer_count: int | None = None) -> LargeModel:
+    """One latent in every layer, the same on all ranks."""
+    n = numbers("deepseek-v3")
+    latent = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=n["kv_lora_rank"] + n["qk_rope_head_dim"],
+        dtype=BF16,
+    )
+    specs = {f"layers.{i}": latent for i in range(layer_count or n["num_hidden_layers"])}
+    return LargeModel("deepseek-v3", specs, tp_size=8, replicated=True)
+
+
+def llama_4_scout(layer_count: int | None = None) -> LargeModel:
+    """Three layers of chunked local attention to one of full attention."""
+    n = numbers("llama-4-scout")
+    sizes = {"block_size": 16, "num_kv_heads": n["num_key_value_heads"], "head_size": n["head_dim"], "dtype": BF16}
+    full, interval = FullAttentionSpec(**sizes), n["no_rope_layer_interval"]
+    local = ChunkedLocalAttentionSpec(attention_chunk_size=n["attention_chunk_size"], **sizes)
+    count = layer_count or n["num_hidden_layers"]
+    return LargeModel("llama-4-scout", {f"layers.{i}": local if (i + 1) % interval else full for i in range(count)})
+
+
 LARGE_MODELS: dict[str, Callable[..., LargeModel]] = {
+    "llama-3.1-8b": llama_3_1_8b,
+    "gpt-oss-20b": gpt_oss_20b,
+    "deepseek-v3": deepseek_v3,
+    "llama-4-scout": llama_4_scout,
     "qwen3.6-35b-a3b": qwen3_6_35b_a3b,
     "nemotron-3-super-120b-a12b": nemotron_3_super,
     "deepseek-v4-flash": deepseek_v4_flash,
@@ -206,6 +252,10 @@ MAMBA_STATE = 3 * (128 * 64 + 2 * 8 * 128) * 2 + 128 * 64 * 128 * 4
 LATENT_V4 = 584
 STATES_4 = 4 * 2 * 2 * 512 * 4  # a block of C4 states: kv and score of two overlapping windows, float32
 PLANNED: dict[str, list[tuple[int, int, int]]] = {
+    "llama-3.1-8b": [(16, 32, 32 * 16 * 2 * 8 * 128 * 2)],
+    "gpt-oss-20b": [(16, 12, 12 * 16 * 2 * 8 * 64 * 2)] * 2,
+    "deepseek-v3": [(64, 61, 61 * 64 * 576 * 2)],
+    "llama-4-scout": [(16, 12, 12 * 16 * 2 * 8 * 128 * 2)] * 4,
     "qwen3.6-35b-a3b": [(1056, 10, 10 * GDN_STATE)] * 3 + [(1056, 10, 10 * 1056 * 2 * 2 * 256 * 2)],
     "nemotron-3-super-120b-a12b": [(4160, 8, 8 * MAMBA_STATE)] * 5 + [(4160, 8, 8 * 4160 * 2 * 2 * 128 * 2)],
     "deepseek-v4-flash": [
