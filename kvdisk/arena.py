@@ -83,7 +83,9 @@ class Arena(Generic[OwnerT]):
             self._split(run, units)
         run.owner = owner
         self.free_units -= units
-        self.note(run)
+        if not owner.can_evict():  # what `note` would find: the run was free until now
+            run.takeable = False
+            self._takeable_units -= units
         self._hand = run.next
         return run
 
@@ -167,7 +169,8 @@ class Arena(Generic[OwnerT]):
     def _set_free(self, run: Run[OwnerT]) -> None:
         run.owner = None
         self.free_units += run.units
-        self.note(run)
+        if not run.takeable:
+            self.note(run)
 
     def _absorb(self, run: Run[OwnerT], following: Run[OwnerT]) -> None:
         assert run.next is following

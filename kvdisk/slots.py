@@ -62,12 +62,14 @@ class Slots:
 
     def settle(self, resident: Resident) -> None:
         """Called whenever a slot may have become reusable, or may be so no more."""
-        self._arena.note(resident.run)
+        run = resident.run
+        if run.takeable is not resident.can_evict():
+            self._arena.note(run)
         if resident.state is not State.CLEAN:
             return
         self._on_rest(resident)
-        if resident.pins == 0 and resident.forgotten and resident.run.owner is resident:
-            self._arena.release(resident.run)
+        if resident.forgotten and resident.pins == 0 and run.owner is resident:
+            self._arena.release(run)
 
     def pin(self, resident: Resident) -> None:
         """Keep the slot until the matching `unpin`."""

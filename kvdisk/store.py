@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from itertools import count
+from operator import attrgetter
 from random import Random
 
 from kvdisk.arena import Arena
@@ -31,6 +32,8 @@ from kvdisk.segments import SegmentTable
 from kvdisk.slots import Slots
 from kvdisk.units import UNIT_BYTES
 from kvdisk.writer import Writer
+
+_PREFIX_ORDER = attrgetter("group", "position")
 
 SEGMENTS_MIN = 3
 """Segments a root needs: one being filled, one to read from, one to recycle."""
@@ -179,9 +182,9 @@ class Store:
 
     def commit(self, residents: Iterable[Resident]) -> None:
         """Filled slots become hits and are queued for flushing, neighbours in prefix order."""
-        filled = sorted(residents, key=lambda r: (r.group, r.position))
+        filled = sorted(residents, key=_PREFIX_ORDER)
         assert all(r.state is State.FILLING for r in filled)
-        self.writer.add(r for r in filled if not r.forgotten)
+        self.writer.add([r for r in filled if not r.forgotten])
         for resident in filled:
             if resident.forgotten:
                 self.abandon(resident)
@@ -343,7 +346,8 @@ class Store:
         self._forget(resident)
 
     def _lost_slot(self, resident: Resident) -> None:
-        self._left(resident.key)
+        if self.events is not None:
+            self._left(resident.key)
         if resident.key not in self.index:
             self._dropped(self.index.drop_waiting(resident.key))
             if resident.replaces is not None:

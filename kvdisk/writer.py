@@ -240,7 +240,7 @@ class Writer:
         taken = batch[:count]
         for resident in taken:
             del self._dirty[resident]
-        chunks = tuple(PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken)
+        chunks = tuple([PackChunk(r.run.start, r.parts, r.key, r.parent, r.group, r.position) for r in taken])
         sequence = self.next_pack_sequence
         self.next_pack_sequence += 1
         command = WritePack(
@@ -300,18 +300,21 @@ class Writer:
             segment.pack_headers[command.offset] = completion.pack_header
             self.table.touch(segment.file.number)
         offset = command.offset + layout.pack_header_bytes(len(residents), self._alignment)
-        number = segment.file.number
+        number, index = segment.file.number, self.index
         entered = []
         entered_bytes = 0
         packed = _packed(command, completion) if command.compress else repeat((layout.CODEC_NONE, 0), len(residents))
         for resident, check, (codec, stored_bytes) in zip(residents, completion.checksums, packed, strict=True):
-            if current and not resident.forgotten and not self._is_reachable(resident):
+            parent = resident.parent
+            if not current or resident.forgotten:
+                pass
+            elif parent and parent not in index and self._resident_of(parent) is None:
                 self.stats.chunks_evicted += 1
                 resident.replaces = segment.use
-            elif current and not resident.forgotten:
+            else:
                 key, live_bytes = resident.key, resident.live_bytes
                 extent = Extent(number, offset, live_bytes, check, resident.group, codec, stored_bytes)
-                self.index.add(key, extent, resident.parent)
+                index.add(key, extent, parent)
                 self.stats.chunks_compressed += codec != layout.CODEC_NONE
                 entered_bytes += live_bytes
                 resident.replaces = None
@@ -323,10 +326,6 @@ class Writer:
         self.stats.bytes_flushed += entered_bytes
         self.stats.chunks_flushed += len(entered)
         self._on_indexed(entered)
-
-    def _is_reachable(self, resident: Resident) -> bool:
-        parent = resident.parent
-        return not parent or parent in self.index or self._resident_of(parent) is not None
 
     def _pack_failed(
         self, residents: list[Resident], segment: Segment, root: Root, completion: Completion, now: float
