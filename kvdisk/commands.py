@@ -6,6 +6,7 @@ Every command gets exactly one `Completion` by its deadline. If that one is `lat
 a second one with `settled` follows when the kernel gave them back; until then slots and segment stay in use.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +156,39 @@ class ScannedChunk(NamedTuple):
     codec: int = CODEC_NONE
 
 
+class Columns(NamedTuple):
+    """Chunks as a column a field, see ScannedChunk."""
+
+    key: Sequence[bytes]
+    parent: Sequence[bytes]
+    group: Sequence[int]
+    position: Sequence[int]
+    offset: Sequence[int]
+    stored_bytes: Sequence[int]
+    live_bytes: Sequence[int]
+    checksum: Sequence[int]
+    readable: Sequence[bool]
+    codec: Sequence[int]
+
+
+class ScannedChunks(Collection[ScannedChunk]):
+    """The chunks of a pack, kept as columns: of a million only those are made into tuples that have something wrong."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns.key)
+
+    def __iter__(self) -> Iterator[ScannedChunk]:
+        return map(ScannedChunk._make, zip(*self.columns, strict=True))
+
+    def __contains__(self, chunk: object) -> bool:
+        return any(chunk == one for one in self)
+
+
 @dataclass(slots=True)
 class ScannedPack:
     """One pack found at recovery; `raw` is its unpadded header, kept where the segment is still open."""
@@ -163,7 +197,7 @@ class ScannedPack:
     offset: int
     pack_bytes: int
     raw: bytes
-    chunks: list[ScannedChunk]
+    chunks: Collection[ScannedChunk]
 
 
 @dataclass(slots=True)

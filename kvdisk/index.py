@@ -11,6 +11,7 @@ dictionary's, beside the key itself. Pure: no file, no clock, no thread.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvdisk.layout import CODEC_NONE
@@ -171,13 +172,20 @@ class Index:
             parents.extend(parents_here)
         for links in (self._parent, self._child, self._next, self._previous):
             links.extend(array("i", [_NONE]) * len(parents))
-        previous = None
-        for row, (parent, key) in enumerate(zip(parents, self._key, strict=False)):  # missing parents add to the keys
-            if parent == previous:  # neighbours in a pack mostly are neighbours in their prefix
-                self._attach(row, row - 1)
-            elif parent and parent != key:
+        self._link_all(parents)
+
+    def _link_all(self, parents: list[bytes]) -> None:
+        """Link rows that have no links yet to their parents, runs of neighbours in a prefix at a time: most are."""
+        parents_of_followers = zip(parents[1:], self._key, strict=False)
+        heads = [0, *(row for row, (parent, key) in enumerate(parents_of_followers, 1) if parent != key), len(parents)]
+        for first, end in pairwise(heads):
+            if end - first > 1:
+                self._parent[first + 1 : end] = array("i", range(first, end - 1))
+                self._child[first : end - 1] = array("i", range(first + 1, end))
+        for row in heads[:-1] if parents else ():
+            parent = parents[row]
+            if parent and parent != self._key[row]:
                 self._link(row, parent)
-            previous = key
 
     def drop(self, key: bytes) -> list[bytes]:
         """Remove `key` and all that depends on it; the keys removed, `key` first. Unknown keys remove nothing."""

@@ -8,15 +8,14 @@ What must hold:
 Pure. Numbers come from a stranger: `is_usable` decides which of them the store can live with.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 
-from kvdisk.commands import ScannedChunk, ScannedPack, ScannedSegment
+from kvdisk.commands import Columns, ScannedChunk, ScannedChunks, ScannedPack, ScannedSegment
 from kvdisk.index import Index, Rows
 from kvdisk.layout import SegmentHeader
 from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
 
-_key_of = attrgetter("key")
 _kind_of = attrgetter("group", "live_bytes", "stored_bytes", "codec", "readable")
 
 
@@ -69,18 +68,18 @@ class Recovery:
         """The newest version of each key that is usable; `packs` come newest first."""
         for segment, pack in packs:
             chunks = pack.chunks
-            keys = set(map(_key_of, chunks))
+            keys = set(_columns(chunks).key)
             if len(keys) < len(chunks) or self._index.has_any(keys) or not self.absent.keys().isdisjoint(keys):
                 chunks = self._newest(segment, chunks)
             chunks = self._usable(segment, chunks)
             if chunks:
-                columns = zip(*chunks, strict=True)
-                all_keys, parents, groups, _, offsets, stored, live_bytes, checksums, _, codecs = columns
-                segment.payload_bytes += sum(live_bytes)
-                packed = (codecs, stored) if any(codecs) else ()
-                yield Rows(segment.file.number, all_keys, parents, offsets, live_bytes, checksums, groups, *packed)
+                found = _columns(chunks)
+                segment.payload_bytes += sum(found.live_bytes)
+                packed = (found.codec, found.stored_bytes) if any(found.codec) else ()
+                yield Rows(segment.file.number, found.key, found.parent, found.offset, found.live_bytes,
+                           found.checksum, found.group, *packed)  # fmt: skip
 
-    def _newest(self, segment: Segment, chunks: list[ScannedChunk]) -> list[ScannedChunk]:
+    def _newest(self, segment: Segment, chunks: Collection[ScannedChunk]) -> Collection[ScannedChunk]:
         """The chunks of which no newer version was found; the segments of those that were learn of the older here."""
         newest: dict[bytes, ScannedChunk] = {}
         for chunk in chunks:
@@ -100,8 +99,8 @@ class Recovery:
         number = self.absent[key].number if key in self.absent else self._index.segment_of(key)
         return None if number is None else self._table[number]
 
-    def _usable(self, segment: Segment, chunks: list[ScannedChunk]) -> list[ScannedChunk]:
-        kinds = set(map(_kind_of, chunks))  # few, mostly one, unless the chunks are compressed
+    def _usable(self, segment: Segment, chunks: Collection[ScannedChunk]) -> Collection[ScannedChunk]:
+        kinds = _kinds(_columns(chunks))  # few, mostly one, unless the chunks are compressed
         good = {kind for kind in kinds if kind[4] and self._is_usable(*kind[:4])}
         if len(good) == len(kinds):
             return chunks
@@ -113,3 +112,16 @@ class Recovery:
                 self.absent[chunk.key] = segment.use
                 self.damaged += chunk.readable
         return usable
+
+
+def _columns(chunks: Collection[ScannedChunk]) -> Columns:
+    if isinstance(chunks, ScannedChunks):
+        return chunks.columns
+    return Columns(*zip(*chunks, strict=True)) if chunks else Columns(*((),) * len(Columns._fields))
+
+
+def _kinds(columns: Columns) -> set[tuple[int, int, int, int, bool]]:
+    """What decides whether a chunk is usable, see `_kind_of`."""
+    return set(
+        zip(columns.group, columns.live_bytes, columns.stored_bytes, columns.codec, columns.readable, strict=True)
+    )

@@ -14,7 +14,15 @@ from typing import Protocol
 import numpy as np
 
 from kvdisk import codec, layout
-from kvdisk.commands import FoundPack, FoundSegment, ScannedChunk, ScannedPack, ScannedSegment, SegmentFile
+from kvdisk.commands import (
+    Columns,
+    FoundPack,
+    FoundSegment,
+    ScannedChunks,
+    ScannedPack,
+    ScannedSegment,
+    SegmentFile,
+)
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.io.transfer import TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
@@ -182,7 +190,7 @@ def _found(pack: Pack, head: bytes) -> FoundPack:
 
 
 def decode_segment(found: FoundSegment) -> ScannedSegment:
-    """What `Scanner.find` found as plain data, a tuple a chunk. It was verified when it was read."""
+    """What `Scanner.find` found as plain data. It was verified when it was read."""
     packs = [_decode_pack(pack) for pack in found.packs]
     return ScannedSegment(found.file, found.header, found.sealed, packs, found.damaged)
 
@@ -191,7 +199,7 @@ def _decode_pack(pack: FoundPack) -> ScannedPack:
     entries = np.frombuffer(pack.entries, layout.ENTRY_DTYPE)
     codecs = entries["codec"]
     known = (_KNOWN_CODECS[codecs] & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
-    columns = zip(
+    columns = Columns(
         layout.entry_keys(entries),
         layout.entry_keys(entries, "parent"),
         entries["group"].tolist(),
@@ -202,8 +210,6 @@ def _decode_pack(pack: FoundPack) -> ScannedPack:
         entries["checksum"].tolist(),
         known,
         codecs.tolist(),
-        strict=True,
     )
-    chunks = list(map(ScannedChunk._make, columns))
     raw = pack.head + pack.entries if pack.head else b""
-    return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, chunks)
+    return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, ScannedChunks(columns))
