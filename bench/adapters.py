@@ -10,22 +10,24 @@ SHIPPED = "kvdisk"  # the candidate of bench/compression.py that is kvdisk's own
 
 
 def interference(report: Mapping[str, Any]) -> Iterator[Bar]:
-    """From the figures of bench/interference.py: {part: {name: [a value a round]}}, told apart by their names.
+    """From the figures of bench/interference.py: {part: {"plane: figure": [a value a round]}}.
 
-    A figure of the data plane on a thread, where the report has both kinds, is reported and not judged: vLLM has the
-    process.
+    Those of the data plane on a thread are reported and not judged where there are others: vLLM has the process.
     """
-    for part, figures in report.items():
-        if not isinstance(figures, Mapping):
-            continue
-        for name, values in figures.items():
-            if isinstance(values, list) and values and all(isinstance(value, (int, float)) for value in values):
-                bar = _judged(str(part), str(name), values)
-                if bar is None:
-                    continue
-                is_other = "thread" in f"{part} {name}" and "process" not in f"{part} {name}"
-                has_both = any("process" in f"{p} {' '.join(f)}" for p, f in report.items() if isinstance(f, Mapping))
-                yield reported(bar.requirement, bar.rule, bar.case, bar.measured) if is_other and has_both else bar
+    figures = [
+        (str(part), str(name), values)
+        for part, found in report.items()
+        if isinstance(found, Mapping)
+        for name, values in found.items()
+        if isinstance(values, list)
+    ]
+    has_process = any(name.startswith("process: ") for _, name, _ in figures)
+    for part, name, values in figures:
+        bar = _judged(part, name, values)
+        if bar is not None and has_process and not name.startswith("process: "):
+            bar = reported(bar.requirement, bar.rule, bar.case, bar.measured)
+        if bar is not None:
+            yield bar
 
 
 def _judged(part: str, name: str, values: list[float]) -> Bar | None:

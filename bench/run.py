@@ -42,7 +42,8 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
     results = arguments.results
     yield Step("vllm_ttft", [*root, *full], 200)
     yield Step("compare", [*root, *full, "--env-dir", str(arguments.env_dir)], 400)
-    yield Step("interference", [*root, "--rounds", "5" if arguments.full else "3"], 150)
+    planes = ["--rounds", "5"] if arguments.full else ["--rounds", "3", "--planes", "process"]  # vLLM has the process
+    yield Step("interference", [*root, *planes], 150)
     yield Step("scale", [*root, *full], 120)
     yield Step("compression", ["--json", str(results / "compression.json")], 20)
 

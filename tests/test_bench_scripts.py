@@ -186,7 +186,7 @@ def test_figures_of_the_gil_are_judged_by_their_names():
 
 def test_where_both_kinds_of_data_plane_were_measured_only_the_process_is_judged():
     name = "store bandwidth, busy owner, switch interval 5 ms"
-    report = {"busy owner, thread": {name: [0.3]}, "busy owner, process": {name: [0.95]}}
+    report = {"busy owner": {f"thread: {name}": [0.3], f"process: {name}": [0.95]}}
     found = module("adapters").bars_of("interference", report)
     assert [bar.verdict for bar in found] == ["reported", "met"]
 
