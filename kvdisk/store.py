@@ -304,6 +304,9 @@ class Store:
     def lose_disk(self) -> None:
         """Nothing is read or written any more: chunks in slots stay hits, others are misses, and stores are refused."""
         self.disk_is_lost = True
+        for resident in list(self._slots.by_key.values()):
+            if resident.state is State.LOADING:
+                self._forget(resident)
         self._reads.cancel()
         self._dropped(list(self.index))
         self.index.clear()

@@ -85,7 +85,10 @@ def test_after_one_death_the_store_goes_on_where_it_was(start: Start, caplog: py
     assert all(rig.get(key) == value(key, rig.size) for key in KEYS[1:])
     rig.put(keys_of(10, "later"))
     assert rig.get(b"later-3") == value(b"later-3", rig.size)
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 2, "it is gone; it was started again"
+    warnings = [
+        r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "data plane" in r.getMessage()
+    ]
+    assert len(warnings) == 2, "it is gone; it was started again"
     assert rig.close(), "everything was flushed"
 
 
@@ -107,6 +110,16 @@ def test_after_a_second_death_only_what_is_in_memory_hits(start: Start, caplog: 
     assert all(owner.pins == 0 for owner in rig.store.arena.owners())
     rig.store.reset()
     assert not rig.service.write_epoch_now(30), "nobody can make it durable"
+
+
+def test_reads_that_were_not_begun_when_the_disk_was_lost_are_misses(start: Start) -> None:
+    rig = start()
+    rig.put(KEYS)
+    rig.store.promote(KEYS[0])
+    rig.store.lose_disk()
+    assert rig.store.resident(KEYS[0]) is None
+    assert rig.get(KEYS[0]) is None
+    assert rig.store.arena.free_units == rig.store.arena.unit_count
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -319,7 +332,7 @@ def test_without_processes_there_is_a_thread_and_one_warning(
     rig = Rig(root)
     rig.put(KEYS)
     assert rig.get(KEYS[0]) == value(KEYS[0], rig.size)
-    assert ["no fork today" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [True]
+    assert sum("no fork today" in record.getMessage() for record in caplog.records) == 1
     rig.close()
 
 
