@@ -55,7 +55,7 @@ MODEL = {
 KV_BYTES_A_TOKEN = 4 * 4 * 64 * 2 * 2
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 4
 TOTAL_TOKENS = 16  # generated, for the total time
-SEQUENCES, DECODED = 4, 160
+SEQUENCES, DECODED = 4, 128
 STEP_TOKENS = 1024
 DECODE_CHANGE_MAX = 2.0  # percent
 
@@ -283,7 +283,7 @@ def main() -> None:
             first = first_tokens(talkers, work, arguments.rounds, arguments.full)
             print("\n".join(["", *seconds_table(first), ""]), flush=True)
             decoded = decode(talkers, 5 * arguments.rounds * (3 if arguments.full else 1))
-            stores = store_steps(talkers, 4 * arguments.rounds)
+            stores = store_steps(talkers, 3 * arguments.rounds)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     head["load average after"] = f"{os.getloadavg()[0]:.2f}"

@@ -30,13 +30,14 @@ def environment(workload: Workload) -> dict[str, str]:
     service = workload.service
     info, config = service.engine_info, service.store.config
     name = f"{info.name}, {'direct' if info.direct else 'buffered'}"
+    where = "in a process" if workload.plane_pid is not None else f"on a thread, iodepth {service.engine.iodepth}"
     return {
         "machine": f"{summary()}, {format_size(_memory_bytes())} of memory, Python {platform.python_version()}",
         "load average": f"{os.getloadavg()[0]:.2f}",
         "file system": file_system(workload.root),
         "device": device(workload.root),
         "free space": format_size(shutil.disk_usage(workload.root).free),
-        "engine": f"{name}, iodepth {service.engine.iodepth}" + (f" ({info.detail})" if info.detail else ""),
+        "engine": f"{name}, {where}" + (f" ({info.detail})" if info.detail else ""),
         "arena": f"{format_size(workload.memory.size)}, {workload.memory.pages} pages, "
         + ("registered" if info.registered else "not registered"),
         "alignment": str(config.alignment),
