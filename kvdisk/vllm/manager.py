@@ -187,7 +187,7 @@ class KVDiskManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Slots for the longest prefix of positions that fits; None: none now, offer them again."""
         service, lookups = self._service, self._lookups
-        if service is None or lookups is None:
+        if service is None or lookups is None or service.store.disk_is_lost:
             return self._output(())
         self._pump()
         request = self._requests[req_context.req_id]
