@@ -198,7 +198,7 @@ def _owner(instance: InstanceReport) -> str:
     return {
         report.ALIVE: f"a server{pid} has it open",
         report.CLOSED_CLEANLY: "nobody has it open",
-        report.ENDED: f"nobody has it open; the last server{pid} did not close it",
+        report.ENDED: f"no process of this system has it open; the last server{pid} did not close it",
     }.get(instance.owner, f"nobody can tell whether a server{pid} has it open")
 
 

@@ -207,7 +207,7 @@ class Inspector:
         for entry in found:
             match = SEGMENT_NAME.fullmatch(entry.name)
             if match and entry.is_file(follow_symlinks=False):
-                is_owned = report.owner in (ALIVE, UNKNOWN)
+                is_owned = report.owner != CLOSED_CLEANLY  # a server in another container shows as one that ended
                 looked.append(self._looker.look_at(entry.path, int(match[1]), namespace[3:], is_owned=is_owned))
             elif entry.name != "lock":
                 report.foreign.append(entry.name)
