@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bars import Bar, at_least, at_most, reported
+from bars import Bar, at_least, at_most, quoted, reported
 
 OWNER_BANDWIDTH_MIN, OWNER_SPEED_MIN, READ_P99_MAX = 0.9, 0.95, 1.5
 SHIPPED = "kvdisk"  # the candidate of bench/compression.py that is kvdisk's own
@@ -28,6 +28,19 @@ def interference(report: Mapping[str, Any]) -> Iterator[Bar]:
             bar = reported(bar.requirement, bar.rule, bar.case, bar.measured)
         if bar is not None:
             yield bar
+
+
+def interference_markdown(report: Mapping[str, Any]) -> str:
+    """The same figures as tables, a part each: bench/interference.py writes none."""
+    environment = report.get("environment", {})
+    lines = ["# Beside others in the process", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
+    for part, found in report.items():
+        if part == "environment" or not isinstance(found, Mapping):
+            continue
+        lines += [f"## {part}", "", "| data plane: figure | median [least..most] |", "| --- | ---: |"]
+        lines += [f"| {name} | {quoted(values)} |" for name, values in found.items() if isinstance(values, list)]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _judged(part: str, name: str, values: list[float]) -> Bar | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters import bars_of
+from adapters import bars_of, interference_markdown
 from bars import MET, MISSED, REPORTED, REQUIREMENTS, Bar, Requirement
 
 HERE = Path(__file__).parent
@@ -131,6 +131,9 @@ def main() -> None:
     print("\n" + ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))
     arguments.results.mkdir(exist_ok=True)
     (arguments.results / "bars.md").write_text(markdown(found))
+    interference = arguments.results / "interference.json"
+    if interference.exists():
+        interference.with_suffix(".md").write_text(interference_markdown(json.loads(interference.read_text())))
     print(f"the same as Markdown: {arguments.results / 'bars.md'}")
     if arguments.document:
         arguments.document.write_text(into(arguments.document.read_text(), arguments.results))

@@ -159,7 +159,7 @@ def test_results_go_between_their_marks_in_a_document_and_nowhere_else(tmp_path)
 
 def test_the_document_has_a_place_for_every_report():
     document = (BENCH.parent / "docs" / "performance.md").read_text()
-    for name in ("bars", "compare", "scale", "vllm_ttft"):
+    for name in ("bars", "compare", "interference", "scale", "vllm_ttft"):
         assert document.count(f"<!-- begin {name}.md -->\n") == document.count(f"<!-- end {name}.md -->") == 1
 
 
@@ -189,6 +189,18 @@ def test_where_both_kinds_of_data_plane_were_measured_only_the_process_is_judged
     report = {"busy owner": {f"thread: {name}": [0.3], f"process: {name}": [0.95]}}
     found = module("adapters").bars_of("interference", report)
     assert [bar.verdict for bar in found] == ["reported", "met"]
+
+
+def test_figures_of_the_gil_become_a_table_a_part():
+    report = {
+        "environment": {"machine": "x"},
+        "load average before": 0.1,
+        "reads": {"process: p99 ratio": [1.0, 2.0, 3.0]},
+    }
+    found = module("adapters").interference_markdown(report)
+    assert "## reads" in found
+    assert "| process: p99 ratio | 2.00 [1.00..3.00] |" in found
+    assert "load average" not in found
 
 
 def test_of_the_compression_only_what_is_shipped_is_shown():
