@@ -1,8 +1,8 @@
-"""Data-parallel engines behind one front end, as `vllm serve --data-parallel-size` runs them; each request to its engine.
+"""Data-parallel engines behind one front end, as `vllm serve` runs them; each request goes to the engine that is meant.
 
     python -m tests.vllm.e2e.data_parallel PLAN.json RESULT.json
 
-The plan is {"engine": {keyword arguments of AsyncEngineArgs}, "prompts": [[[token, ...], ...], ...]}: prompts by engine.
+The plan is {"engine": {keyword arguments of AsyncEngineArgs}, "prompts": [[[token, ...], ...], ...]}, by engine.
 The result has, in the same order, {"tokens", "cached_tokens"} of each. Returns when all that was stored is on disk.
 """
 
@@ -23,9 +23,8 @@ async def _ask(llm: Any, tokens: Sequence[int], rank: int, name: str) -> dict[st
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-    last: Any = None
-    async for last in llm.generate({"prompt_token_ids": tokens}, sampling, name, data_parallel_rank=rank):
-        pass
+    stream = llm.generate({"prompt_token_ids": tokens}, sampling, name, data_parallel_rank=rank)
+    last = [output async for output in stream][-1]
     return {"tokens": list(last.outputs[0].token_ids), "cached_tokens": last.num_cached_tokens}
 
 
