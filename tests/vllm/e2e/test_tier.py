@@ -12,7 +12,7 @@ from kvdisk.cli.engine_process import run_engine
 from kvdisk.cli.segment_files import chunks_of, files_of, flip_byte
 from kvdisk.cli.tiny_models import PLUGIN
 from tests.vllm.e2e.engine import DRAIN, RESET, RESET_CONNECTOR, cached, generate, outputs, tokens
-from tests.vllm.e2e.tamper import forge_all
+from tests.vllm.e2e.tamper import forge
 
 REPOSITORY = Path(__file__).parents[3]
 WORK = generate(1124)
@@ -74,7 +74,7 @@ def test_outputs_are_the_same_from_host_and_from_disk_alone(
     (restarted,) = site.start([WORK])
     assert (cached(restarted), outputs(restarted)) == (cached(gpu), outputs(gpu))
     assert site.promoted(restarted) > 0
-    assert forge_all(site.root) > 0
+    assert forge(site.root, range(16)) > 0
     (forged,) = site.start([WORK])
     assert cached(forged) == cached(gpu)
     assert tokens(forged) != tokens(gpu), "outputs come from the bytes on disk"
