@@ -7,7 +7,7 @@ the walk looks ahead as far as writes can have been in flight. Payloads are not 
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
@@ -37,6 +37,9 @@ _TAIL_GUESS_BYTES = 64 << 10
 
 _KNOWN_CODECS = np.zeros(256, bool)
 _KNOWN_CODECS[list(codec.KNOWN)] = True
+
+
+Take = Callable[[FoundSegment], Awaitable[None]]
 
 
 class Files(Protocol):
@@ -85,17 +88,25 @@ class Scanner:
         """`find`, decoded."""
         return [decode_segment(found) for found in await self.find(paths)]
 
-    async def find(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[FoundSegment]:
-        """One result a file, in order; a file that cannot be read counts as holding nothing."""
+    async def find(self, paths: Sequence[tuple[SegmentFile, str]], take: Take | None = None) -> list[FoundSegment]:
+        """One result a file, in order; a file that cannot be read counts as holding nothing.
+
+        Args:
+            paths: of the files.
+            take: gets each result as soon as there is one; what it waits for keeps others from being read.
+        """
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(file: SegmentFile, path: str) -> FoundSegment:
             async with limit:
                 try:
-                    return await self._scan_file(file, path)
+                    found = await self._scan_file(file, path)
                 except OSError as error:
                     logger.warning("%s cannot be read, its chunks are lost: %s", path, error)
-                    return FoundSegment(file, None, sealed=False, packs=[], damaged=1)
+                    found = FoundSegment(file, None, sealed=False, packs=[], damaged=1)
+                if take is not None:
+                    await take(found)
+                return found
 
         return await asyncio.gather(*(one(file, path) for file, path in paths))
 

@@ -16,7 +16,7 @@ from kvdisk.io.protocol import Engine, EngineInfo
 from kvdisk.io.transfer import Transfer
 from kvdisk.options import Options
 from kvdisk.plane import Counts
-from kvdisk.scan import Scanner
+from kvdisk.scan import Scanner, Take
 from kvdisk.store import StoreConfig
 
 logger = logging.getLogger("kvdisk")
@@ -91,19 +91,23 @@ class Backend:
             checksums=self._checksums,
         )
 
-    async def open(self, instances: Sequence[Instance], config: StoreConfig) -> tuple[list[FoundSegment], int]:
-        """What the instances hold, at most as many segments as each may have; and the epoch."""
+    async def open(self, instances: Sequence[Instance], config: StoreConfig, take: Take) -> int:
+        """Hand what the instances hold to `take`, at most as many segments as each may have; the epoch."""
         self.resume(instances, config)
         found: list[FoundSegment] = []
         numbers: set[int] = set()
         for root, instance in enumerate(instances):
-            found += await self._scan(root, instance, config, numbers)
+            files = [SegmentFile(root, number) for number in instance.make_unique(numbers)]
+            numbers.update(file.number for file in files)
+            found += await self._scan(files, instance, config, take)
             instance.trim_to_cap()
-        return found, _begin_epoch(instances, found)
+        return _begin_epoch(instances, found)
 
-    async def _scan(self, root: int, instance: Instance, config: StoreConfig, numbers: set[int]) -> list[FoundSegment]:
-        """The segments to keep of one root; others are removed. `numbers`: taken by others; its own are added."""
-        assert self.engine is not None and self.plane is not None
+    async def _scan(
+        self, files: Sequence[SegmentFile], instance: Instance, config: StoreConfig, take: Take
+    ) -> list[FoundSegment]:
+        """The segments of one root that stay; the others are removed."""
+        assert self.plane is not None
         scanner = Scanner(
             self.plane.files,
             self._transfer,
@@ -112,20 +116,32 @@ class Backend:
             segment_bytes=config.segment_bytes,
             alignment=config.alignment,
         )
-        files = [SegmentFile(root, number) for number in instance.make_unique(numbers)]
-        numbers.update(file.number for file in files)
-        found = await scanner.find([(file, instance.segment_path(file.number)) for file in files])
-        found.sort(key=lambda one: one.header.sequence if one.header else 0, reverse=True)
-        misfits = [  # segment_bytes was changed: there is nothing in them, and they cannot be recycled
-            one
-            for one in found
-            if one.header is None and instance.segment_size(one.file.number) != config.segment_bytes
-        ]
-        fits = [one for one in found if one not in misfits]
-        for one in misfits + fits[config.segments_max[root] :]:  # the cap was lowered: the oldest go
-            self.plane.files.close_one(one.file)
-            self.engine.remove_file(instance.segment_path(one.file.number))
-        return fits[: config.segments_max[root]]
+        kept: list[FoundSegment] = []
+        room = config.segments_max[files[0].root] if files else 0
+
+        async def keep(one: FoundSegment) -> None:
+            # segment_bytes was changed: there is nothing in it, and it cannot be recycled
+            if one.header is None and instance.segment_size(one.file.number) != config.segment_bytes:
+                self._remove(one, instance)
+            else:
+                kept.append(one)
+                if len(files) <= room:  # nothing has to go, so who takes them need not wait for the last
+                    await take(one)
+
+        await scanner.find([(file, instance.segment_path(file.number)) for file in files], keep)
+        if len(files) > room:  # the cap was lowered: the oldest go
+            kept.sort(key=lambda one: one.header.sequence if one.header else 0, reverse=True)
+            for one in kept[room:]:
+                self._remove(one, instance)
+            del kept[room:]
+            for one in kept:
+                await take(one)
+        return kept
+
+    def _remove(self, one: FoundSegment, instance: Instance) -> None:
+        assert self.engine is not None and self.plane is not None
+        self.plane.files.close_one(one.file)
+        self.engine.remove_file(instance.segment_path(one.file.number))
 
     def run(self, commands: Sequence[Command]) -> None:
         """Begin `commands`."""

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from kvdisk.commands import Completion
+from kvdisk.commands import Completion, FoundSegment
 from kvdisk.dataplane import Units
 from kvdisk.instance import Instance
 from kvdisk.io.protocol import EngineInfo
@@ -133,17 +133,18 @@ class _Server:
         instances = [Instance(*claimed) for claimed in request.claimed]
         epoch = 0
         if request.scan:
-            found, epoch = await backend.open(instances, config)
-            while found:
-                self._send(Found(found.pop()))
-                if self._sender.backlog_bytes > _FOUND_BACKLOG_MAX:
-                    await self._all_sent()
+            epoch = await backend.open(instances, config, self._found)
         else:
             backend.resume(instances, config)
         self._send(Opened(epoch))
         while not self._requests.empty():
             self._do(self._requests.get_nowait())
         self._is_open = True
+
+    async def _found(self, segment: FoundSegment) -> None:
+        self._send(Found(segment))
+        if self._sender.backlog_bytes > _FOUND_BACKLOG_MAX:
+            await self._all_sent()
 
     # ---- at work
 

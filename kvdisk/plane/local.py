@@ -66,9 +66,14 @@ class ThreadPlane:
 
     def open(self, directories: Sequence[Directory], config: StoreConfig, take: Callable[[FoundSegment], None]) -> int:
         """See Plane."""
-        found, epoch = self._call(self.backend.open(directories, config))
-        for segment in found:
-            take(segment)
+        found: list[FoundSegment] = []
+
+        async def keep(one: FoundSegment) -> None:
+            found.append(one)
+
+        epoch = self._call(self.backend.open(directories, config, keep))
+        while found:
+            take(found.pop())
         return epoch
 
     def send(self, commands: Sequence[Command]) -> None:
