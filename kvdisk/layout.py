@@ -255,21 +255,17 @@ def _pack_fits(pack: Pack, segment: SegmentHeader) -> bool:
         return False
     entries = pack.entries
     offset, stored, live = entries["offset"], entries["stored_bytes"], entries["live_bytes"]
-    if not bool(np.all((entries["key_bytes"] > 0) & (entries["key_bytes"] <= KEY_BYTES_MAX))):
-        return False
-    if not bool(np.all(entries["parent_bytes"] <= KEY_BYTES_MAX)):
-        return False
-    # Each term is bounded before sums are formed, so that no unsigned sum can wrap.
+    key_bytes, has_codec = entries["key_bytes"], entries["codec"] != CODEC_NONE
+    # Each term is bounded before sums are formed, so that no unsigned sum can wrap. One reduction: recovery asks this
+    # of tens of thousands of packs, and numpy's calls cost it more than their few entries.
     limit = np.uint64(pack.pack_bytes)
-    if not bool(np.all((offset <= limit) & (stored <= limit) & (stored > 0) & (live > 0))):
+    possible = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX) & (entries["parent_bytes"] <= KEY_BYTES_MAX)
+    possible &= (offset <= limit) & (stored <= limit) & (stored > 0) & (live > 0)
+    possible &= ((offset | stored) & np.uint64(align - 1) == 0) & ((live <= stored) | has_codec)
+    if not possible.all():
         return False
-    if bool(np.any((offset % align != 0) | (stored % align != 0))):
-        return False
-    plain = entries["codec"] == CODEC_NONE
-    if bool(np.any(plain & (live > stored))):
-        return False
-    starts_in_order = offset[1:] >= offset[:-1] + stored[:-1]
-    return bool(offset[0] >= pack.header_bytes and np.all(starts_in_order) and np.all(offset + stored <= limit))
+    ends = offset + stored
+    return bool(offset[0] >= pack.header_bytes and (offset[1:] >= ends[:-1]).all() and (ends <= limit).all())
 
 
 def entry_keys(entries: npt.NDArray[np.void], field: str = "key") -> list[bytes]:
