@@ -1,5 +1,6 @@
 """Rules of a `KVDiskTier`'s configuration and identity: mistakes are refused by name, and whose data it is decides."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConf
 
 from kvdisk.vllm import KVDiskTier
 from kvdisk.vllm.metrics import PREFIX
-from kvdisk.vllm.tier_config import describe_groups, parse_tier_config
+from kvdisk.vllm.tier_config import STORE_KEYS, TIER_KEYS, describe_groups, parse_tier_config
 from kvdisk.vllm.tier_identity import tenancy_of
 from tests.vllm.tiering import ROW_BYTES, Region, Tiers, keys_of, make_tier, offloading_config, tier_config
 
@@ -58,6 +59,14 @@ def test_memory_that_is_no_rows_of_bytes_is_refused(tmp_path: Path) -> None:
     region.rows = region.rows[:, ::2]
     with pytest.raises(ValueError, match="expected writable, contiguous rows"):
         make_tier(region, tier_config(tmp_path), offloading_config())
+
+
+def test_every_key_is_documented_and_nothing_else() -> None:
+    document = Path(__file__).parents[2] / "docs" / "configuration.md"
+    body = document.read_text().split("`secondary_tiers`\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert documented == {*STORE_KEYS, *TIER_KEYS}
 
 
 def test_vllms_metric_definitions_are_kvdisks() -> None:

@@ -4,6 +4,7 @@ The stand-in copies host memory by address when an event is completed by hand, i
 """
 
 import ctypes
+import functools
 import itertools
 import logging
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvdisk.geometry import Geometry, GroupGeometry, Page
+from kvdisk.vllm import copiers as copiers_module
 from kvdisk.vllm import device as device_module
 from kvdisk.vllm import worker as worker_module
 from kvdisk.vllm.copiers import split_at_pieces
@@ -378,4 +380,46 @@ def test_round_trips_on_a_real_device_are_exact_and_ordered_after_compute():
         assert torch.equal(tensor[2000:3024, :size], new[1:1025, :size])
     assert not tensors[0][2000:3024, page:].any(), "padding is left alone"
     assert all(result.transfer_time > 0 for result in worker.get_finished())
+    worker.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_random_blocks_come_back_on_a_real_device_whose_memory_is_pinned_in_pieces(monkeypatch):
+    """And blocks are free for others as soon as `wait` returns."""
+    piece, blocks_per_chunk, num_blocks, chunks = 1 << 20, 2, 1024, 40
+    monkeypatch.setattr(device_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(copiers_module, "split_at_pieces", functools.partial(split_at_pieces, piece_bytes=piece))
+    geometry = Geometry(0, 1, blocks_per_chunk, (GroupGeometry(0, 16, tuple(Page(i, n) for i, n in enumerate(PAGES))),))
+    tensors = [torch.zeros(num_blocks, row, dtype=torch.int8, device="cuda") for row in ROWS]
+    share = Share.create(geometry, 3 * 400, shared=True)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors],
+        [[CanonicalKVCacheRef(i, n) for i, n in enumerate(PAGES)]],
+    )
+    worker = KVDiskWorker(share, geometry, caches)
+    assert worker.pinned
+    assert len(worker._copier._pinning._pieces) == -(-3 * 400 * UNIT_BYTES // piece)
+    rng = np.random.default_rng(7)
+    for turn in range(20):
+        blocks = rng.permutation(num_blocks)
+        source, target = blocks[: 2 * chunks].tolist(), blocks[2 * chunks : 4 * chunks].tolist()
+        units = (rng.permutation(400)[:chunks] * 3).tolist()
+        for tensor in tensors:
+            tensor.copy_(torch.randint(-128, 128, tensor.shape, dtype=torch.int8, device="cuda"))
+        wanted = [tensor[source].clone() for tensor in tensors]
+        untouched = [tensor.clone() for tensor in tensors]
+        worker.submit_store(2 * turn, GPULoadStoreSpec(source, [2 * chunks], [0]), SlotsSpec(turn * 2, units, [chunks]))
+        worker.wait({2 * turn})
+        for tensor in tensors:
+            tensor[source] = 0  # somebody else's from now on
+        load = GPULoadStoreSpec(target, [2 * chunks], [0])
+        worker.submit_load(2 * turn + 1, SlotsSpec(turn * 2 + 1, units, [chunks]), load)
+        worker.wait({2 * turn + 1})
+        assert len(worker.get_finished()) == 2
+        rest = sorted(set(range(num_blocks)) - {*source, *target})
+        for tensor, right, old, size in zip(tensors, wanted, untouched, PAGES, strict=True):
+            assert torch.equal(tensor[target, :size], right[:, :size])
+            assert torch.equal(tensor[target, size:], old[target, size:]), "padding is left alone"
+            assert torch.equal(tensor[rest], old[rest])
     worker.shutdown()
