@@ -111,7 +111,8 @@ class _Lanes:
 
     def first(self, long_room: int) -> Job | None:
         """Whose piece is next. long_room: bytes that a long one may take."""
-        short, long = _first(self.short), _first(self.long)
+        short = _first(self.short) if self.short else None
+        long = _first(self.long) if self.long else None
         if long is not None and long.pieces[0].length > long_room:
             return short
         if short is None or (long is not None and self._lead >= self._lead_max):
