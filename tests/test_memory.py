@@ -52,7 +52,7 @@ def resident_bytes(memory) -> int:
         if head and not head.endswith(":"):
             low, high = (int(part, 16) for part in head.split("-"))
             overlap = min(high, memory.address + memory.size) - max(low, memory.address)
-        elif overlap > 0 and head == "Rss:":
+        elif overlap > 0 and head in ("Rss:", "Shared_Hugetlb:", "Private_Hugetlb:"):  # a pool's pages are not in Rss
             rss += int(row.split()[1]) << 10
     return rss
 
