@@ -224,12 +224,13 @@ class Inspector:
         try:
             info = os.lstat(path)
             with open(path, opener=_look_only, encoding="utf-8", errors="replace") as file:
-                said = file.read(20).strip()
+                said = file.read(64).strip()
         except FileNotFoundError:
             return CLOSED_CLEANLY, 0
         except OSError:
             return UNKNOWN, 0
-        pid = int(said) if re.fullmatch(r"[0-9]{1,10}", said) else 0
+        holder = said.partition(" ")[0]  # see ProcessName
+        pid = int(holder) if re.fullmatch(r"[0-9]{1,10}", holder) else 0
         if self._locks is None or not stat.S_ISREG(info.st_mode):
             return UNKNOWN, pid
         # The device in /proc/locks is the file system's, which is not what stat says on btrfs.
