@@ -61,11 +61,11 @@ class Site:
         return int(step["metrics"].get("vllm:kvdisk_chunks_promoted", 0))
 
 
-@pytest.mark.parametrize(("model", "blocks_per_chunk"), [("llama", 4), ("gemma4", 1), ("deepseek_v3", 4)])
+@pytest.mark.parametrize(("model", "chunk_blocks"), [("llama", 4), ("gemma4", 1), ("deepseek_v3", 4)])
 def test_outputs_are_the_same_from_host_and_from_disk_alone(
-    model: str, blocks_per_chunk: int, tmp_path: Path, tiny_models_dir: Path
+    model: str, chunk_blocks: int, tmp_path: Path, tiny_models_dir: Path
 ) -> None:
-    site = Site(model, tiny_models_dir, tmp_path, blocks_per_chunk)
+    site = Site(model, tiny_models_dir, tmp_path, chunk_blocks)
     computed, _, gpu, _, host = site.start([WORK, DRAIN, WORK, RESET, WORK])
     assert cached(computed) == [0, 0]
     assert min(cached(gpu)) > 500, "the control: without a hit of the GPU's cache there is nothing to compare with"
