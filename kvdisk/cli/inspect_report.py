@@ -229,8 +229,8 @@ class Inspector:
             return CLOSED_CLEANLY, 0
         except OSError:
             return UNKNOWN, 0
-        holder = said.partition(" ")[0]  # see ProcessName
-        pid = int(holder) if re.fullmatch(r"[0-9]{1,10}", holder) else 0
+        word = said.partition(" ")[0]  # see ProcessName
+        pid = int(word) if re.fullmatch(r"[0-9]{1,10}", word) else 0
         if self._locks is None or not stat.S_ISREG(info.st_mode):
             return UNKNOWN, pid
         # The device in /proc/locks is the file system's, which is not what stat says on btrfs.
