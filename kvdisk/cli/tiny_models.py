@@ -115,9 +115,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         hidden_activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
     ),
-    # The full layers have another head size and head count: groups whose pages differ.
+    # The full layers have another head size and head count.
     "gemma4": _config("Gemma4ForCausalLM", "gemma4_text", **_GEMMA_4),
-    # The last two layers have no cache of their own: they read that of an earlier layer of their kind.
+    # The last two layers have no cache of their own: they read that of an earlier layer of their kind. And the full
+    # layers keep twice as much of a token, so that vLLM gives their groups and the others' blocks of different lengths.
     "gemma4_kv_sharing": _config(
         "Gemma4ForCausalLM",
         "gemma4_text",
@@ -126,6 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 8,
             "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
             "num_kv_shared_layers": 2,
+            "num_global_key_value_heads": 2,
         },
     ),
     # Alternating window and full attention with sinks, mixture of experts.
