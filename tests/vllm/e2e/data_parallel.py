@@ -39,7 +39,7 @@ async def _drain(llm: Any, ranks: int) -> None:
         counts: dict[str, float] = {}
         for metric in get_metrics_snapshot():
             counts[metric.name] = counts.get(metric.name, 0) + getattr(metric, "value", 0)
-        if counts["vllm:kvdisk_chunks_flushed"] >= counts["vllm:kvdisk_chunks_stored"]:
+        if counts.get("vllm:kvdisk_chunks_flushed", 0) >= counts.get("vllm:kvdisk_chunks_stored", 0):
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"not everything was flushed within {DRAIN_TIMEOUT_S} s: {counts}")
