@@ -18,8 +18,10 @@ from tests.vllm.config import connector
 
 REPOSITORY = Path(__file__).parents[3]
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Tests run two at a time: OpenMP's threads would wait for each other, spinning, for most of the time."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": ""}
+"""Tests run two at a time: OpenMP's threads would wait for each other, spinning, for most of the time. And the size of
+the KV cache is the engine argument's, which that variable would override: to zero a gibibyte takes as long as all else.
+"""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 KV_CACHE_BYTES = 128 << 20
 DRAIN = {"do": "drain"}
