@@ -9,7 +9,8 @@
 - Otherwise transfers go in the order they came.
 
 A read's latency is made of what it meets in the device. So while there are reads, writes get a quarter of the bytes in
-flight, else half; and while there are short reads, long ones get half, else all. "While" is told by bytes, not by a
+flight, else all: files that were never written before need them (docs/performance.md), and only the first read after a
+while meets them. And while there are short reads, long ones get half, else all. "While" is told by bytes, not by a
 clock: until `_QUIET_TIMES` what may be in flight was issued since the last one.
 """
 
@@ -197,8 +198,10 @@ class Order:
         read = self._reads.first(max(self._piece_bytes, limit) - self._long_read_inflight_bytes)
         if not self.write_queue_bytes:
             return read
-        share = 4 if self._issued_bytes - self._read_at < self._quiet_bytes else 2
-        room = max(self._piece_bytes, self._inflight_bytes_max // share) - self._write_inflight_bytes
+        share = self._inflight_bytes_max
+        if self._issued_bytes - self._read_at < self._quiet_bytes:
+            share //= 4
+        room = max(self._piece_bytes, share) - self._write_inflight_bytes
         write = self._writes.first(room)
         if write is not None and write.pieces[0].length > room:
             write = None
