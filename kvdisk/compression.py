@@ -6,6 +6,8 @@ What must hold:
   thread's scratch memory, as large as a chunk. A pack's payloads go out from one buffer; chunks that did not shrink go
   out from their slots.
 - What does not unpack to exactly the chunk is not verified. Behind it the slot is whatever was there.
+- A read never waits for a pack to be compressed: a request waits for the read, and nobody for the pack. So what is
+  read has threads of its own, of which the kernel gives each its turn.
 Everything costly runs in threads that give up the GIL; the commands of one loop share them.
 """
 
@@ -67,7 +69,13 @@ class Compression:
         self._alignment = alignment
         self._checksums = checksums
         self.thread_count = _thread_count()
-        self.threads: Executor = ThreadPoolExecutor(self.thread_count, thread_name_prefix="kvdisk-codec")
+        self.pack_threads: Executor = ThreadPoolExecutor(self.thread_count, thread_name_prefix="kvdisk-pack")
+        self.verify_threads: Executor = ThreadPoolExecutor(self.thread_count, thread_name_prefix="kvdisk-unpack")
+
+    def close(self) -> None:
+        """Begin nothing more; what is in progress goes on."""
+        self.pack_threads.shutdown(wait=False)
+        self.verify_threads.shutdown(wait=False)
 
     # ---- writing
 
@@ -78,7 +86,7 @@ class Compression:
             chunk, take = one
             return codec.compress(self._live_views(chunk), take.stored_bytes - self._alignment)
 
-        payloads = await self._spread(work, list(zip(chunks, takes, strict=True)))
+        payloads = await self._spread(self.pack_threads, work, list(zip(chunks, takes, strict=True)))
         sizes = [0 if payload is None else round_up(len(payload.payload), self._alignment) for payload in payloads]
         takes = [take._replace(stored_bytes=size) if size else take for take, size in zip(takes, sizes, strict=True)]
         return PackedChunks(chunks, payloads, takes, sum(sizes))
@@ -104,7 +112,7 @@ class Compression:
                 views[0][size:] = bytes(len(views[0]) - size)
             return layout.checksum(*views) if self._checksums else 0
 
-        checksums = await self._spread(work, list(zip(packed.payloads, places, strict=True)))
+        checksums = await self._spread(self.pack_threads, work, list(zip(packed.payloads, places, strict=True)))
         return [span for spans in places for span in spans], checksums
 
     # ---- reading
@@ -115,7 +123,7 @@ class Compression:
 
     async def verify(self, items: Sequence[ReadItem]) -> list[bool]:
         """Compare what was read with its checksums, and unpack what has a codec; one result an item, in order."""
-        return await self._spread(self._verify, items)
+        return await self._spread(self.verify_threads, self._verify, items)
 
     def _verify(self, item: ReadItem) -> bool:
         stored = _views(self._stored_spans(item))
@@ -162,12 +170,12 @@ class Compression:
 
     # ---- threads
 
-    async def _spread(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    async def _spread(self, threads: Executor, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """`work` of every item, in order, over as many threads as there are."""
         loop = asyncio.get_running_loop()
         size = -(-len(items) // self.thread_count)
         slices = [items[start : start + size] for start in range(0, len(items), size)]
-        found = await asyncio.gather(*(loop.run_in_executor(self.threads, _each, work, part) for part in slices))
+        found = await asyncio.gather(*(loop.run_in_executor(threads, _each, work, part) for part in slices))
         return [one for part in found for one in part]
 
 

@@ -120,7 +120,7 @@ class DataPlane:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         self.files.close()
         self.threads.shutdown(wait=False)
-        self.compression.threads.shutdown(wait=False)
+        self.compression.close()
         return not self._tasks
 
     async def _run(self, command: Command) -> None:

@@ -126,8 +126,8 @@ class SimStore:
         )
         self.plane.threads.shutdown()
         self.plane.threads = InlineExecutor()  # type: ignore[assignment]
-        self.plane.compression.threads.shutdown()
-        self.plane.compression.threads = InlineExecutor()
+        self.plane.compression.close()
+        self.plane.compression.pack_threads = self.plane.compression.verify_threads = InlineExecutor()
         self.plane.bounce = BouncePool(_memory)
         self.commands: list[Command] = []  # all that were issued, for tests that count
         self._completions: list[Completion] = []

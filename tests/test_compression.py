@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,34 @@ def test_a_slot_that_was_unpacked_into_has_zeros_behind_its_chunk() -> None:
     run(main())
 
 
+def test_what_is_read_does_not_wait_for_packs_to_be_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _memory(64 * 4096)
+    plane = Compression([(memory, 0)], 4096, checksums=True)
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def compress(*_: Any) -> None:
+        begun.release()
+        may_end.wait()
+
+    monkeypatch.setattr(codec, "compress", compress)
+    chunks = [PackChunk(unit, (4096,), b"%d" % unit, b"", 0, 0) for unit in range(2 * plane.thread_count)]
+    item = ReadItem(0, (4096,), layout.checksum(bytes(4096)), 60)
+
+    async def main() -> None:
+        packing = asyncio.ensure_future(plane.pack(chunks, [footprint((4096,), 4096)] * len(chunks)))
+        try:
+            for _ in range(plane.thread_count):
+                await asyncio.to_thread(begun.acquire)
+            assert await asyncio.wait_for(plane.verify([item]), 20) == [True]
+            assert not packing.done()
+        finally:
+            may_end.set()
+            await packing
+            plane.close()
+
+    asyncio.run(main())
+
+
 # ---- several ranks
 
 
@@ -307,7 +336,7 @@ def test_a_slot_that_was_unpacked_into_has_zeros_behind_its_chunk() -> None:
 def test_parts_on_several_ranks_come_back_each_in_its_own_memory(parts: tuple[int, ...], compressible: bool) -> None:
     memories = [_memory(64 * 4096) for _ in parts]
     plane = Compression([(memory, 4096 * rank) for rank, memory in enumerate(memories)], 4096, checksums=True)
-    plane.threads = InlineExecutor()
+    plane.pack_threads = plane.verify_threads = InlineExecutor()
     data = gaussian(sum(parts), "bf16")[: sum(parts)] if compressible else random.Random(1).randbytes(sum(parts))
     pieces = np.split(np.frombuffer(data, np.uint8), np.cumsum(parts)[:-1])
 
