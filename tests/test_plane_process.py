@@ -496,12 +496,58 @@ def test_messages_cross_whole_whatever_the_pieces() -> None:
 def test_a_file_is_quiet_when_nobody_can_write_to_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
-    if quiet.is_quiet(str(path)) is None:
+    if not quiet.is_quiet(str(path)):
         pytest.skip("no leases on this file system")
     with path.open("r+b"):
         assert quiet.is_quiet(str(path)) is False
     assert quiet.is_quiet(str(path)) is True
     assert quiet.is_quiet(str(tmp_path / "missing")) is None
+
+
+@pytest.mark.parametrize("call", ["open", "fcntl"])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ESTALE])
+def test_a_file_of_which_nobody_can_tell_is_never_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """EINVAL: NFS has no leases. EMFILE: this process is out of descriptors."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+
+    def refuse(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(*(quiet.os, "open") if call == "open" else (quiet.fcntl, "fcntl"), refuse)
+    monkeypatch.setattr(quiet, "_GRACE_S", 0.0)
+    assert quiet.is_quiet(str(path)) is False
+    looks = [0]
+    monkeypatch.setattr(quiet, "is_quiet", lambda path: looks.append(0) or False)
+    monkeypatch.setattr(quiet, "_POLL_S_MAX", quiet._POLL_S_MIN)
+    waiting = quiet.Quiet([str(path)])
+    while len(looks) < 5:
+        waiting._thread.join(0.01)
+    assert not waiting.reached
+    waiting.stop()
+    waiting._thread.join()
+    assert not waiting.reached, "whoever stops asking was not told yes"
+
+
+def test_a_file_that_is_never_quiet_is_asked_about_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(quiet, "is_quiet", lambda path: False)
+    waiting = quiet.Quiet([])
+    waiting._paths = {"file"}
+
+    def wait(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if len(waits) == 100:
+            waiting.stop()
+        return True
+
+    monkeypatch.setattr(waiting._stopped, "wait", wait)
+    waiting._run()
+    assert len(waits) == 100
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (0.005, 1.0)
 
 
 def test_commands_survive_the_way() -> None:

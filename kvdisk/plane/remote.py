@@ -304,6 +304,8 @@ class ProcessPlane:
         """See Plane. A process that does not end in time ends by itself when what it waits for does."""
         process, self._process = self._process, None
         idle = False
+        if self._quiet is not None:
+            self._quiet.stop()
         if process is not None:
             deadline = time.monotonic() + timeout_s
             if not self._is_dead:
