@@ -1,5 +1,7 @@
 """A data plane's process in trouble, and its owner: whoever is killed, there are no wrong bytes, no hangs, no leaks."""
 
+import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -18,8 +20,8 @@ import pytest
 
 import kvdisk
 from kvdisk.commands import Completion, ReadChunks, WriteEpoch
+from kvdisk.plane import child, quiet, remote
 from kvdisk.plane import process as process_module
-from kvdisk.plane import quiet, remote
 from kvdisk.plane.remote import ProcessPlane
 from kvdisk.plane.wire import Do, Done, Log, Receiver, Sender, Stop, WireError, decode_event, decode_request
 from kvdisk.store import Presence
@@ -428,6 +430,79 @@ def test_a_killed_owner_takes_its_plane_along_and_the_next_gets_its_instance_and
     assert all(rig.get(key) in (None, value(key, rig.size)) for key in keys_of(200, "late"))
     await_end(pid)
     owner.communicate()
+
+
+@pytest.fixture
+def server() -> Iterator[child._Server]:
+    """Of this process's parent, so that the owner lives as long as the test; not running yet."""
+    loop = asyncio.new_event_loop()
+    mine, theirs = socket.socketpair()
+    handlers = list(logging.getLogger().handlers)
+
+    async def make() -> child._Server:
+        return child._Server(theirs, os.getppid())
+
+    with mine, theirs:
+        theirs.setblocking(False)
+        yield loop.run_until_complete(make())
+        logging.getLogger().handlers[:] = handlers
+    loop.close()
+
+
+def test_reads_of_an_opening_that_is_given_up_end_before_the_engine_does(server: child._Server) -> None:
+    """Nobody would reap them then, and the process would keep its locks until their deadlines."""
+    order: list[str] = []
+
+    class Fake:
+        async def stop(self, timeout_s: float) -> bool:
+            order.append("engine closed")
+            return True
+
+    async def read(turns: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            for _ in range(turns):  # the kernel takes its time
+                await asyncio.sleep(0)
+            order.append(f"read {turns}")
+            raise
+
+    async def opening() -> None:
+        server._backend = Fake()  # type: ignore[assignment]
+        server._loop.call_soon(server._over.set)
+        await asyncio.gather(read(3), read(30))
+
+    server._serve_opening = opening  # type: ignore[method-assign]
+    server._loop.run_until_complete(server.run())
+    assert order == ["read 3", "read 30", "engine closed"]
+
+
+def test_an_opening_that_hangs_leaves_the_engine_open(server: child._Server) -> None:
+    async def opening() -> None:
+        server._backend = None
+        server._loop.call_soon(server._over.set)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    server._serve_opening = opening  # type: ignore[method-assign]
+    server._stop_s = 0.0
+    sent: list[Any] = []
+    server._send = sent.append  # type: ignore[method-assign]
+    server._loop.run_until_complete(server.run())
+    assert [event.idle for event in sent] == [False]
+    for task in asyncio.all_tasks(server._loop):
+        task.cancel()
+    server._loop.run_until_complete(asyncio.sleep(0))
+
+
+def test_without_pidfds_the_owner_is_watched_all_the_same(
+    server: child._Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    server._watch_owner()
+    assert server._over.is_set()
 
 
 def test_a_forked_child_of_the_owner_does_not_keep_the_plane(root: Path) -> None:

@@ -83,9 +83,8 @@ class _Server:
         logging.getLogger().addHandler(_LogHandler(self._loop, self._log))
         opening = self._loop.create_task(self._serve_opening())
         await self._over.wait()
-        opening.cancel()
-        idle = True
-        if self._backend is not None:
+        idle = await self._end_opening(opening)
+        if idle and self._backend is not None:
             idle = await self._backend.stop(self._stop_s)
         self._flush()
         self._send(Stopped(idle))
@@ -93,6 +92,16 @@ class _Server:
             await asyncio.wait_for(self._all_sent(), 1.0)
 
     # ---- starting and opening
+
+    async def _end_opening(self, opening: "asyncio.Task[None]") -> bool:
+        """Whether nothing of it is left. Its reads end when the kernel has ended them, which the engine must live to
+        see: without it each would be waited for until its deadline, with the locks."""
+        if opening.done():
+            return True
+        opening.cancel()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # also what it gathered, which may outlive it
+        _, left = await asyncio.wait(tasks, timeout=self._stop_s)
+        return not left
 
     async def _serve_opening(self) -> None:
         try:
@@ -220,7 +229,7 @@ class _Server:
     def _watch_owner(self) -> None:
         try:
             pidfd = os.pidfd_open(self._owner)
-        except OSError:  # before Linux 5.3, or forbidden
+        except (OSError, AttributeError):  # before Linux 5.3, a Python built without it, or forbidden
             self._poll_owner()
             return
         self._loop.add_reader(pidfd, self._owner_ended, pidfd)

@@ -64,7 +64,7 @@ class PlaneProcess:
         self._waiting: deque[Event] = deque()
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
-        except (OSError, AttributeError):  # before Linux 5.3, or forbidden
+        except (OSError, AttributeError):  # before Linux 5.3, a Python built without it, or forbidden
             self._pidfd = None
 
     @property
