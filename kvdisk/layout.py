@@ -16,7 +16,7 @@ a payload that looks like a pack can pass for one.
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -217,16 +217,12 @@ def decode_pack(raw: Buffer, offset: int, segment: SegmentHeader) -> Pack | None
         offset: where in the segment they were read, or where the pack claims to lie when read from a footer.
         segment: the segment's own, already verified header.
     """
-    if len(raw) < _PACK.size:
+    fields = _pack_fields(raw, offset, segment)
+    if fields is None:
         return None
-    fields = _PACK.unpack_from(raw)
-    magic, version, count, header_bytes, _, pack_bytes, sequence, seg_sequence, nonce, place, fingerprint, *_ = fields
-    if (magic, version, place) != (_PACK_MAGIC, VERSION, offset):
-        return None
-    if (seg_sequence, nonce, fingerprint) != (segment.sequence, segment.nonce, segment.fingerprint):
-        return None
+    count, header_bytes, pack_bytes, sequence = fields[2], fields[3], fields[5], fields[6]
     entries_end = _PACK.size + ENTRY_BYTES * count
-    if not 0 < count <= ENTRY_COUNT_MAX or entries_end > len(raw) or sequence >= COUNTER_LIMIT:
+    if entries_end > len(raw):
         return None
     entries_raw = bytes(memoryview(raw)[_PACK.size : entries_end])
     if fields[-1] != checksum(_PACK.pack(*fields[:-1], 0), entries_raw):
@@ -235,8 +231,34 @@ def decode_pack(raw: Buffer, offset: int, segment: SegmentHeader) -> Pack | None
     return pack if _pack_fits(pack, segment) else None
 
 
+def pack_header_size_at(raw: Buffer, offset: int, segment: SegmentHeader) -> int:
+    """Bytes that the whole header of a pack at this place needs, 0 if `raw` does not begin one; see `decode_pack`.
+
+    Its first bytes say what binds it to its place, so remains of other packs cost nothing more. Whoever copies them
+    can still have any header read that fits into the segment.
+    """
+    fields = _pack_fields(raw, offset, segment)
+    return 0 if fields is None else _PACK.size + ENTRY_BYTES * int(fields[2])
+
+
+def _pack_fields(raw: Buffer, offset: int, segment: SegmentHeader) -> tuple[Any, ...] | None:
+    """The fields of the _PACK that `raw` begins with, if it belongs there and a pack of its numbers has room there."""
+    if len(raw) < _PACK.size:
+        return None
+    fields = _PACK.unpack_from(raw)
+    magic, version, count, header_bytes, _, pack_bytes, sequence, seg_sequence, nonce, place, fingerprint, *_ = fields
+    if (magic, version, place) != (_PACK_MAGIC, VERSION, offset):
+        return None
+    if (seg_sequence, nonce, fingerprint) != (segment.sequence, segment.nonce, segment.fingerprint):
+        return None
+    if not 0 < count <= ENTRY_COUNT_MAX or sequence >= COUNTER_LIMIT:
+        return None
+    fits = _PACK.size + ENTRY_BYTES * count <= header_bytes <= pack_bytes <= segment.segment_bytes - offset
+    return fields if fits else None
+
+
 def pack_header_size(raw: Buffer) -> int:
-    """Bytes that a whole header starting like `raw` would need, 0 if it is none; for reading just enough."""
+    """Bytes that a whole header starting like `raw` would need, 0 if it is none, wherever it may belong."""
     if len(raw) < _PACK.size:
         return 0
     magic, version, count, *_ = _PACK.unpack_from(raw)
@@ -278,6 +300,13 @@ def entry_keys(entries: npt.NDArray[np.void], field: str = "key") -> list[bytes]
 def footer_bytes(pack_raw_bytes: int, alignment: int) -> int:
     """Bytes a footer takes at the end of its segment, for packs whose unpadded headers sum to `pack_raw_bytes`."""
     return round_up(pack_raw_bytes + FOOTER_BYTES, alignment)
+
+
+def footer_bytes_max(segment: SegmentHeader) -> int:
+    """Bytes of the largest footer there can be: a chunk takes a block at least, and most of a header if it is alone."""
+    return footer_bytes(
+        (PACK_HEADER_BYTES + ENTRY_BYTES) * (segment.segment_bytes // segment.alignment), segment.alignment
+    )
 
 
 def encode_footer(pack_headers: list[bytes], segment: SegmentHeader) -> bytes:

@@ -3,12 +3,16 @@
 Nothing is trusted and nothing is fatal. A sealed segment costs two or three small reads; one that was still open is
 walked pack by pack. Where a header is torn, packs behind it may still be whole (several are in flight at a time), so
 the walk looks ahead as far as writes can have been in flight. Payloads are not read: they are verified when first used.
+Time and memory are bounded, whatever the files say: of what only looks like headers no more is read than a segment has
+bytes, and of large headers and footers one at a time.
 """
 
 import asyncio
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +38,9 @@ logger = logging.getLogger("kvdisk")
 _AT_ONCE = 16
 _HEADER_GUESS_BYTES = 64 << 10
 _TAIL_GUESS_BYTES = 64 << 10
+_SPARE_BYTES_MIN = 16 * MIB
+_LARGE_BYTES = 32 * MIB
+"""What is larger is read by itself: headers and footers of 200 MiB are possible."""
 
 _KNOWN_CODECS = np.zeros(256, bool)
 _KNOWN_CODECS[list(codec.KNOWN)] = True
@@ -83,6 +90,7 @@ class Scanner:
         self._fingerprint = fingerprint
         self._segment_bytes = segment_bytes
         self._alignment = alignment
+        self._one_large = asyncio.Lock()
 
     async def scan(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[ScannedSegment]:
         """`find`, decoded."""
@@ -125,7 +133,11 @@ class Scanner:
                 packs, damaged = None, 1
             if packs is not None:
                 return FoundSegment(file, header, sealed=True, packs=[_found(pack, b"") for pack in packs])
-            walked = await self._walk(fd, header)
+            spare = _Spare(max(header.segment_bytes, _SPARE_BYTES_MIN))
+            walked = await self._walk(fd, header, spare)
+            if spare.bytes <= 0:
+                logger.warning("%s is full of headers of nothing, chunks behind them are lost", path)
+                damaged += 1
             return FoundSegment(file, header, sealed=False, packs=walked, damaged=damaged)
 
     async def _read_footer(self, fd: int, header: SegmentHeader) -> tuple[list[Pack] | None, int]:
@@ -135,18 +147,20 @@ class Scanner:
         needed = layout.footer_size(tail, header)
         if needed == 0:
             return None, 0
+        if needed > layout.footer_bytes_max(header):
+            raise OSError(errno.EFBIG, f"it claims to have {needed} bytes")
         if needed > size:
             tail = await self._read(fd, header.segment_bytes - needed, needed)
         packs = layout.decode_footer(tail, header)
         return packs, int(packs is None)
 
-    async def _walk(self, fd: int, header: SegmentHeader) -> list[FoundPack]:
+    async def _walk(self, fd: int, header: SegmentHeader, spare: "_Spare") -> list[FoundPack]:
         packs: list[FoundPack] = []
         offset = header.alignment
         while offset < header.segment_bytes:
-            found = await self._pack_at(fd, offset, header)
+            found = await self._pack_at(fd, offset, header, spare)
             if found is None:
-                ahead = await self._look_ahead(fd, offset, header)
+                ahead = await self._look_ahead(fd, offset, header, spare)
                 if ahead is None:
                     break
                 offset = ahead
@@ -155,17 +169,21 @@ class Scanner:
             offset += found.pack_bytes
         return packs
 
-    async def _pack_at(self, fd: int, offset: int, header: SegmentHeader) -> FoundPack | None:
+    async def _pack_at(self, fd: int, offset: int, header: SegmentHeader, spare: "_Spare") -> FoundPack | None:
         raw = await self._try_read(fd, offset, min(_HEADER_GUESS_BYTES, header.segment_bytes - offset))
         if not raw:  # a bad sector, or the end of a file that was cut off, near a header that may be whole
             raw = await self._try_read(fd, offset, header.alignment)
-        needed = round_up(layout.pack_header_size(raw), header.alignment)
+        needed = round_up(layout.pack_header_size_at(raw, offset, header), header.alignment)
         if needed > len(raw) and offset + needed <= header.segment_bytes:
             raw = await self._try_read(fd, offset, needed)
         pack = layout.decode_pack(raw, offset, header)
-        return None if pack is None else _found(pack, raw[: layout.PACK_HEADER_BYTES])
+        if pack is None:
+            if needed:
+                spare.bytes -= max(needed, _HEADER_GUESS_BYTES)
+            return None
+        return _found(pack, raw[: layout.PACK_HEADER_BYTES])
 
-    async def _look_ahead(self, fd: int, offset: int, header: SegmentHeader) -> int | None:
+    async def _look_ahead(self, fd: int, offset: int, header: SegmentHeader, spare: "_Spare") -> int | None:
         """Where the next whole pack begins, within what can have been in flight; None if there is none."""
         pack_max = max(PACK_BYTES_MAX, header.segment_bytes // 4) + 2 * MIB
         end = min(header.segment_bytes, offset + PACKS_INFLIGHT * pack_max)
@@ -174,10 +192,13 @@ class Scanner:
             size = min(MIB, end - at)
             raw = await self._try_read(fd, at, size)
             for start in range(0, len(raw), header.alignment):
-                candidate = at + start
-                looks_like_one = layout.pack_header_size(raw[start : start + layout.PACK_HEADER_BYTES])
-                if candidate > offset and looks_like_one and await self._pack_at(fd, candidate, header) is not None:
+                candidate, head = at + start, raw[start : start + layout.PACK_HEADER_BYTES]
+                if candidate == offset or not layout.pack_header_size_at(head, candidate, header):
+                    continue
+                if await self._pack_at(fd, candidate, header, spare) is not None:
                     return candidate
+                if spare.bytes <= 0:
+                    return None
             at += size
         return None
 
@@ -191,9 +212,22 @@ class Scanner:
             return b""
 
     async def _read(self, fd: int, offset: int, size: int) -> bytes:
+        if size > _LARGE_BYTES:
+            async with self._one_large:
+                return await self._read_now(fd, offset, size)
+        return await self._read_now(fd, offset, size)
+
+    async def _read_now(self, fd: int, offset: int, size: int) -> bytes:
         with self._bounce.take(size) as memory:
             await self._transfer.read(fd, offset, [Span(memory, 0, size)])
             return bytes(memory.view[:size])
+
+
+@dataclass(slots=True)
+class _Spare:
+    """Bytes that may still be read of one segment's headers that turn out to be none."""
+
+    bytes: int
 
 
 def _found(pack: Pack, head: bytes) -> FoundPack:
