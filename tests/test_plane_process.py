@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,8 +81,10 @@ def replaced(rig: Rig, before: int) -> Callable[[], bool]:
 def test_after_one_death_the_store_goes_on_where_it_was(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     rig = start()
     rig.put(KEYS)
-    before = kill(rig)
+    os.kill(rig.pid, signal.SIGSTOP)
     rig.store.promote(KEYS[0])  # lost on the way
+    rig.service.pump()
+    before = kill(rig)
     rig.pump_until(replaced(rig, before))
     rig.settle()
     assert rig.get(KEYS[0]) is None
@@ -94,17 +98,30 @@ def test_after_one_death_the_store_goes_on_where_it_was(start: Start, caplog: py
     assert rig.close(), "everything was flushed"
 
 
+def test_what_is_asked_of_a_plane_that_died_idle_is_not_lost(start: Start) -> None:
+    """Its chunks, and all that follow from them, are intact on disk."""
+    rig = start()
+    rig.put(KEYS)
+    before = kill(rig)
+    for key in KEYS:
+        rig.store.promote(key)
+    rig.pump_until(replaced(rig, before))
+    rig.settle()
+    assert all(rig.get(key) == value(key, rig.size) for key in KEYS)
+
+
 def test_after_a_second_death_only_what_is_in_memory_hits(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     rig = start()
     rig.put(KEYS)
     assert rig.get(KEYS[1]) is not None
-    for _ in range(2):
+    for key in (KEYS[0], KEYS[2]):
         before = kill(rig)
-        rig.store.promote(KEYS[0]) if KEYS[0] in rig.store.index else rig.store.promote(KEYS[2])
+        rig.store.promote(key)
         rig.pump_until(lambda before=before: rig.service.plane.is_lost or replaced(rig, before)())  # type: ignore[misc]
+        rig.settle()
     rig.pump_until(lambda: rig.service.plane._process is None)  # type: ignore[attr-defined]
     assert rig.service.plane.is_lost
-    assert [key for key in KEYS if rig.store.presence(key) is not Presence.ABSENT] == [KEYS[1]]
+    assert [key for key in KEYS if rig.store.presence(key) is not Presence.ABSENT] == KEYS[:2]
     assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
     assert rig.begin_put(b"new") is None, "refused at once"
     assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1
@@ -236,6 +253,18 @@ def test_a_plane_that_talks_nonsense_is_killed_and_replaced(
     assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
 
 
+def test_a_result_before_a_nonsensical_one_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane: Any = start().service.plane
+    monkeypatch.setattr(plane._process.sender, "send", lambda _: None)
+    plane.send([WriteEpoch(10**6, 0)])
+    said = [Done([Completion(10**6), Completion(99)], (0,) * 6)]  # type: ignore[arg-type]
+    monkeypatch.setattr(plane._process, "events", lambda: said)
+    assert plane.completions() == [Completion(10**6)], "every command ends, and once"
+    assert plane._is_dead
+    assert not plane._out
+    assert not plane._late
+
+
 def test_results_of_another_shape_than_asked_for_are_nonsense(start: Start) -> None:
     plane: Any = start().service.plane
     item: Any = (4096, (100,), 1, 0)
@@ -263,6 +292,29 @@ def test_a_plane_without_a_word_for_long_is_dead(start: Start, monkeypatch: pyte
     rig.pump_until(replaced(rig, before))
     await_end(before)
     assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
+
+
+def test_silence_is_what_was_listened_to(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owner and plane may have been paused together, or the owner have been busy: its word may be on the way."""
+    rig = start()
+    rig.put(KEYS)
+    plane: Any = rig.service.plane
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(remote, "time", clock)
+    os.kill(rig.pid, signal.SIGSTOP)
+    rig.store.promote(KEYS[0])
+    rig.service.pump()
+    for _ in range(3):
+        now += 1e6
+        rig.service.pump()
+        assert not plane._is_dead
+    seconds = 0
+    while not plane._is_dead:
+        now += 1.0
+        seconds += 1
+        rig.service.pump()
+    assert 120 < seconds < 140, "whoever listens all the time hears it in time"
 
 
 # ---- signals, sockets, sandboxes

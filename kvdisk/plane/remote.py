@@ -1,4 +1,6 @@
-"""The data plane in a process of its own, as its owner sees it: no thread here, and nothing that blocks.
+"""The data plane in a process of its own, as its owner sees it: once it is open there is no thread here, and nothing
+that blocks. Only a death is more, which happens twice at most: a thread waits for the end of the dead one's I/O
+(quiet.py), and the one restart is a `Popen` within the owner's step, some milliseconds.
 
 What must hold:
 - Every command ends, whatever happens to the process. When it dies (or its socket breaks, or it says what cannot be,
@@ -52,6 +54,9 @@ MOURNING_S_MAX: Final = 10.0
 """How long commands are held for a plane that died and cannot be replaced yet."""
 
 _SILENCE_S: Final = 10.0
+_DEAF_S: Final = 1.0
+"""Most that counts as waiting between two times that we listened."""
+
 _NEVER_STARTED: Final = EngineInfo("none", direct=False, registered=False, detail="")
 
 
@@ -80,7 +85,9 @@ class ProcessPlane:
         self._mourned_since = 0.0
         self._directories: Sequence[Directory] = ()
         self._config: StoreConfig | None = None
-        self._out: dict[int, tuple[float, Command]] = {}  # with when they were sent, oldest first
+        self._heard_s = 0.0  # how long we have listened
+        self._heard_at = time.monotonic()
+        self._out: dict[int, tuple[float, Command]] = {}  # with `_heard_s` when they were sent, oldest first
         self._late: dict[int, Command] = {}  # reported as late, not settled
         self._held: list[Command] = []
         self._ready: list[Completion] = []
@@ -144,12 +151,15 @@ class ProcessPlane:
         """See Plane."""
         if self.is_lost:
             self._ready += [Completion(command.id, error=errno.EIO) for command in commands]
-        elif self._is_dead:
+            return
+        assert self._process is not None
+        if not self._is_dead and not self._out and self._process.is_reaped:
+            self._die(self._process.end)  # before it is given anything, which would be lost
+        if self._is_dead:
             self._held += commands
         else:
-            assert self._process is not None
-            now = time.monotonic()
-            self._out.update((command.id, (now, command)) for command in commands)
+            self._hear()
+            self._out.update((command.id, (self._heard_s, command)) for command in commands)
             try:
                 self._process.sender.send(Do(list(commands)))
             except OSError as error:
@@ -177,8 +187,16 @@ class ProcessPlane:
         else:
             time.sleep(min(timeout_s, 0.002))
 
+    def _hear(self) -> None:
+        """Let the clock of waiting for it run on. Time in which we did not listen is not waiting: both may have been
+        paused together, and its word may be on the way."""
+        now = time.monotonic()
+        self._heard_s += min(now - self._heard_at, _DEAF_S)
+        self._heard_at = now
+
     def _receive(self) -> None:
         assert self._process is not None
+        self._hear()
         try:
             for event in self._process.events():
                 self._take(event)
@@ -189,14 +207,14 @@ class ProcessPlane:
         if self._out:
             sent_at, command = next(iter(self._out.values()))
             # A command makes a few calls, one after the other, each with this deadline.
-            if time.monotonic() - sent_at > 4 * self._options.io_timeout_s + _SILENCE_S:
+            if self._heard_s - sent_at > 4 * self._options.io_timeout_s + _SILENCE_S:
                 self._die(f"no word of a {type(command).__name__}")
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Done):
             for completion in event.completions:
                 self._check(completion)
-            self._ready += event.completions
+                self._ready.append(completion)  # at once: it is not out any more, whatever the next one is
             self._counts = event.counts
             self.info = event.info or self.info
         elif isinstance(event, Started):  # after a restart
@@ -232,7 +250,8 @@ class ProcessPlane:
         assert self._process is not None
         self._is_dead = True
         self._process.kill()
-        self._mourned_since = time.monotonic()
+        self._hear()
+        self._mourned_since = self._heard_s
         logger.warning("kvdisk: the data plane (pid %d) is gone: %s", self._process.pid, why)
         for number, (_, command) in self._out.items():
             self._ready.append(Completion(number, error=errno.EIO, late=True))
@@ -244,6 +263,7 @@ class ProcessPlane:
         process = self._process
         if process is None:
             return
+        self._hear()
         if self._quiet is None and process.is_reaped:
             self._quiet = Quiet(self._paths())
         if self._quiet is not None and self._quiet.reached:
@@ -253,7 +273,7 @@ class ProcessPlane:
             self._process = self._quiet = None
             self._counts_before, self._counts = self.counts, Counts()
             self._replace(process.end)
-        elif time.monotonic() - self._mourned_since > MOURNING_S_MAX:
+        elif self._heard_s - self._mourned_since > MOURNING_S_MAX:
             self._lose("its last I/O does not end")
 
     def _paths(self) -> set[str]:
