@@ -294,9 +294,7 @@ class Store:
         for resident in list(self._slots.by_key.values()):
             self._forget(resident)
         self._reads.cancel()
-        self._dropped(list(self.index))
-        self.index.clear()
-        self._replaced.clear()
+        self._drop_all()
         self._resets.write(self.writer.epoch)
         self.counters["resets"] += 1
         return self.writer.epoch
@@ -308,9 +306,7 @@ class Store:
             if resident.state is State.LOADING:
                 self._forget(resident)
         self._reads.cancel()
-        self._dropped(list(self.index))
-        self.index.clear()
-        self._replaced.clear()
+        self._drop_all()
 
     # ---- recovery
 
@@ -349,8 +345,7 @@ class Store:
         self._forget(resident)
 
     def _lost_slot(self, resident: Resident) -> None:
-        if self.events is not None:
-            self._left(resident.key)
+        self._left(resident.key)
         if resident.key not in self.index:
             self._dropped(self.index.drop_waiting(resident.key))
             if resident.replaces is not None:
@@ -385,6 +380,12 @@ class Store:
             self.events.extend((key, Change.REMOVED) for key in keys)
             for key in keys:
                 self._left(key)
+
+    def _drop_all(self) -> None:
+        keys = list(self.index)
+        self.index.clear()  # first, or each key would still seem to have a place
+        self._replaced.clear()
+        self._dropped(keys)
 
     def _left(self, key: bytes) -> None:
         """A place of `key` was lost; perhaps it was the last."""

@@ -453,8 +453,8 @@ def test_a_reset_gives_old_segments_first_and_reports_removals() -> None:
         b.put(b"%d" % n, 8)
     b.run()
     b.store.reset()
-    stored, removed = ([(b"%d" % n, change) for n in range(4)] for change in (Change.STORED, Change.REMOVED))
-    assert list(b.store.events) == stored + removed
+    changes = (Change.STORED, Change.REMOVED, Change.GONE)
+    assert list(b.store.events) == [(b"%d" % n, change) for change in changes for n in range(4)]
     b.put(b"new")
     b.run()
     assert sum(isinstance(c, OpenSegment) and not c.recycle for c in b.seen) == 1
@@ -990,3 +990,16 @@ def test_a_chunk_is_gone_when_its_last_place_is_lost_and_not_before() -> None:
     assert (b"key", Change.GONE) not in b.store.events, "it is on disk"
     b.store._dropped(b.store.index.drop(b"key"))
     assert list(b.store.events)[-2:] == [(b"key", Change.REMOVED), (b"key", Change.GONE)]
+
+
+def test_when_the_disk_is_lost_what_is_in_no_slot_is_gone() -> None:
+    b = bench(segments_max=(3,))
+    b.store.events = deque()
+    for key in (b"on disk", b"in a slot"):
+        b.put(key, 8)
+    b.run()
+    evict_residents(b, [b"on disk"])
+    b.store.events.clear()
+    b.store.lose_disk()
+    removed = [(key, Change.REMOVED) for key in (b"on disk", b"in a slot")]
+    assert list(b.store.events) == [*removed, (b"on disk", Change.GONE)]
