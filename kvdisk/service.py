@@ -32,8 +32,10 @@ from kvdisk.units import format_size
 
 logger = logging.getLogger("kvdisk")
 
-CLOSE_S_MAX = 8.0
-"""Bound on `close`; a container's grace period is 30 s by default (Kubernetes terminationGracePeriodSeconds)."""
+CLOSE_S_MAX = 4.0
+"""Bound on `close`, three quarters of it to flush. vLLM kills an engine 5 s after it was told to end (`timeout` of
+`shutdown` in vllm/v1/utils.py), of which its workers take some first (`EngineCore.shutdown` in vllm/v1/engine/core.py);
+a container's grace period is longer (Kubernetes terminationGracePeriodSeconds, 30 s)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Service:
         try:
             self.store = self._open(tenancy, alignment, unit_count, group_parts)
         except BaseException:
-            self._shut()
+            self._shut(opened=False)
             raise
 
     # ---- opening
@@ -273,19 +275,19 @@ class Service:
             return True
         flushed = self.drain(timeout_s * 0.75)
         self._closed = True
-        self._shut()
+        self._shut(opened=True)
         if not flushed:
             logger.warning("kvdisk closed with chunks unflushed; they will be recomputed")
         return flushed
 
-    def _shut(self) -> None:
+    def _shut(self, *, opened: bool) -> None:
         """Stop the data plane. If something hangs the locks stay with who hangs: writes that the kernel still has may
-        land at any time, and nobody else may write there before."""
+        land at any time, and nobody else may write there before. Who never opened says nothing of the last owner."""
         self._closed = True
         idle = self.plane.close(CLOSE_S_MAX / 4)
         for directory in self._directories:
             if idle:
-                directory.close()
+                directory.close(clean=opened or directory.closed_cleanly)
             elif isinstance(self.plane, ProcessPlane):
                 directory.leave()
 

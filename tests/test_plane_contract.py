@@ -1,5 +1,6 @@
 """The contract of a data plane, the same for a thread and for a process."""
 
+import fcntl
 import logging
 import os
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvdisk.cli.segment_files import chunks_of, files_of, flip_byte
+from kvdisk.directory import CLOSED
 from kvdisk.errors import DirectoryInUseError, StoreClosedError
 from kvdisk.store import Presence
 from tests.planes import KINDS, Rig, keys_of, value
@@ -121,6 +123,25 @@ def test_a_second_owner_of_the_only_instance_is_refused_by_pid(start: Start) -> 
         start(instances=("dp0",))
     rig.put(KEYS[:1])
     assert rig.get(KEYS[0]) == value(KEYS[0], rig.size)
+
+
+def test_an_attempt_that_fails_does_not_say_that_a_killed_owner_had_ended_cleanly(
+    start: Start, root: Path, tmp_path: Path
+) -> None:
+    """It had open segments to which its last writes may still come."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    start(other, instances=("dp0",)).close()
+    (lock,) = root.glob("ns-*/dp0/lock")
+    assert lock.read_text() == CLOSED
+    lock.write_text("4711 1 1")  # what a killed process leaves
+    (held,) = other.glob("ns-*/dp0/lock")
+    with held.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DirectoryInUseError):
+            start(other, instances=("dp0",))
+    assert lock.read_text() != CLOSED
+    assert not start(other, instances=("dp0",)).service._directories[0].closed_cleanly
 
 
 def test_close_is_idempotent_and_final(start: Start) -> None:
