@@ -18,12 +18,10 @@ from tests.vllm.config import connector
 
 REPOSITORY = Path(__file__).parents[3]
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": ""}
-"""Tests run two at a time: OpenMP's threads would wait for each other, spinning, for most of the time. And the size of
-the KV cache is the engine argument's, which that variable would override: to zero a gibibyte takes as long as all else.
-"""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Tests run two at a time: OpenMP's threads would wait for each other, spinning, for most of the time."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-KV_CACHE_BYTES = 128 << 20
+KV_CACHE_BYTES = 512 << 20  # DeepSeek-V4 needs more than half of it for one request of max_model_len
 DRAIN = {"do": "drain"}
 RESET = {"do": "reset"}
 RESET_CONNECTOR = {"do": "reset", "connector": True}
@@ -37,8 +35,12 @@ def generate(prompt_tokens: int, *, count: int = 2, **options: Any) -> dict[str,
 
 
 def variables(models_dir: Path) -> dict[str, str]:
-    """The environment of a process that runs a module of these tests, and vLLM in it."""
+    """The environment of a process that runs a module of these tests, and vLLM in it.
+
+    The KV cache's size is an engine's argument here; this variable overrides it, and to zero a GiB takes its time.
+    """
     variables = {**os.environ, **tiny_models.environment(models_dir)}
+    del variables["VLLM_CPU_KVCACHE_SPACE"]
     return {**variables, "PYTHONPATH": os.pathsep.join([variables["PYTHONPATH"], str(REPOSITORY)])}
 
 
@@ -137,6 +139,7 @@ class Server:
             pass  # it ended; the log says why
         if answer := self._results.readline():
             return json.loads(answer)
+        self._process.wait()  # its last words come after the end of the results
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
         raise EngineFailed(f"{order['do']}: the process ended\n{tail}\nThe whole log: {self._log}")
 
