@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from kvdisk.errors import DirectoryInUseError
-from kvdisk.instance import INSTANCE_NAME as INSTANCE_NAME
-from kvdisk.instance import LEDGER as LEDGER
-from kvdisk.instance import NAMESPACE_NAME as NAMESPACE_NAME
-from kvdisk.instance import SEGMENT_NAME as SEGMENT_NAME
-from kvdisk.instance import Instance
-from kvdisk.instance import parse_grants as parse_grants
+from kvdisk.instance import INSTANCE_NAME, LEDGER, LEDGER_S_MAX, NAMESPACE_NAME, Instance
 from kvdisk.private_files import create_new, is_locked, make_private_directory, rewrite
 from kvdisk.processes import ProcessName, this_process
 from kvdisk.units import format_size
@@ -71,6 +66,7 @@ class Directory(Instance):
     Raises:
         ValueError: the root cannot be used, or its cap is too small.
         DirectoryInUseError: others hold all instances, or were granted the bytes.
+        TimeoutError: somebody hangs with the ledger.
     """
 
     def __init__(self, claim: Claim) -> None:
@@ -85,7 +81,7 @@ class Directory(Instance):
 
     def _take(self, *, patient: bool) -> bool:
         """Claim an instance; False if one to be had is only held by what is left of a dead owner."""
-        with self._ledger() as ledger:
+        with self._ledger(LEDGER_S_MAX) as ledger:
             make_private_directory(self.namespace_path)
             self._lock = self._lock_instance(patient)
             if self._lock is None:

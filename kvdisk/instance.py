@@ -35,6 +35,9 @@ INSTANCE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 SEGMENT_NAME = re.compile(r"(\d{8})\.seg")
 OURS_IN_INSTANCE = re.compile(r"lock|\d{8}\.seg")
 
+LEDGER_S_MAX = 5.0
+"""How long whoever opens a store waits for the ledger, which others have for milliseconds unless they were stopped."""
+
 
 class Instance:
     """See the module's docstring.
@@ -97,8 +100,12 @@ class Instance:
             return create(self.segment_path(number))
 
     def trim_to_cap(self) -> None:
-        """Remove data of dead owners until the cap holds; it may have been lowered since they wrote it."""
-        with self._ledger():
+        """Remove data of dead owners until the cap holds; it may have been lowered since they wrote it.
+
+        Raises:
+            TimeoutError: somebody hangs with the ledger.
+        """
+        with self._ledger(LEDGER_S_MAX):
             excess = self._used_bytes() - self.cap_bytes
             if excess > 0:
                 self._remove_dead(excess)
@@ -113,8 +120,12 @@ class Instance:
         return read_epoch(self._epoch_path)
 
     def write_epoch(self, epoch: int, *, after_reset: bool = True) -> None:
-        """Make the namespace's epoch durable, see `epoch.write_epoch`. Instances share it: under the ledger's lock."""
-        with self._ledger():
+        """Make the namespace's epoch durable, see `epoch.write_epoch`. Instances share it: under the ledger's lock.
+
+        Raises:
+            OSError: it is not durable; TimeoutError: somebody hangs with the ledger.
+        """
+        with self._ledger(LEDGER_S_MAX):
             write_epoch(self._epoch_path, epoch, after_reset)
 
     # ---- the ledger
@@ -157,7 +168,7 @@ class Instance:
             paths |= {namespace, os.path.join(namespace, "namespace.json"), os.path.join(namespace, "epoch"), instance}
             names = ["lock"] if instance == skip_segments_of else [entry.name for entry in entries(instance)]
             paths |= {os.path.join(instance, name) for name in names if OURS_IN_INSTANCE.fullmatch(name)}
-        return sum(allocated_bytes(path) for path in paths)
+        return sum(_cost(path) for path in paths)
 
     def _remove_dead(self, wanted_bytes: int) -> int:
         """Remove segments of instances that no live process owns, oldest first; bytes freed."""
@@ -169,11 +180,16 @@ class Instance:
         for entry in sorted(dead, key=lambda e: modified(e.path)):
             if freed >= wanted_bytes:
                 break
-            size = allocated_bytes(entry.path)
+            size = _cost(entry.path)
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
                 freed += size
         return freed
+
+
+def _cost(path: str) -> int:
+    """What a file takes; a segment counts whole even where it could not be preallocated, for it will be filled."""
+    return allocated_bytes(path, filled=SEGMENT_NAME.fullmatch(os.path.basename(path)) is not None)
 
 
 def parse_grants(raw: str) -> dict[str, Any]:

@@ -49,13 +49,13 @@ def entries(path: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def allocated_bytes(path: str) -> int:
-    """By st_blocks; a segment counts whole even where it could not be preallocated, for it will be filled."""
+def allocated_bytes(path: str, *, filled: bool = False) -> int:
+    """By st_blocks; `filled`: as if it had no holes. 0 if it is gone."""
     try:
         info = os.lstat(path)
     except OSError:
         return 0
-    return max(info.st_blocks * 512, info.st_size if path.endswith(".seg") else 0)
+    return max(info.st_blocks * 512, info.st_size if filled else 0)
 
 
 def lock(fd: int, wait_s: float | None) -> None:

@@ -1,18 +1,21 @@
 """Roots, instances, locks and the cap: who may take what, and whose files are never touched."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvdisk
 from kvdisk import directory as directory_module
+from kvdisk import instance as instance_module
 from kvdisk import layout
 from kvdisk.directory import OVERHEAD_BYTES, Claim, Directory, check_root, segment_cost
 from kvdisk.errors import DirectoryInUseError
@@ -263,6 +266,25 @@ def test_close_gives_back_lock_and_grant_and_is_idempotent(root: Path) -> None:
     assert list(json.loads((root / LEDGER).read_text())["grants"]) == [f"{NAMES[0]}/main"]
     second.close()
     assert json.loads((root / LEDGER).read_text())["grants"] == {}
+
+
+@pytest.mark.parametrize("step", [
+    lambda directory: Directory(claim(Path(directory.root), namespace=NAMES[1])),
+    lambda directory: directory.trim_to_cap(),
+    lambda directory: directory.write_epoch(1),
+], ids=["claim", "trim", "epoch"])  # fmt: skip
+def test_nobody_who_opens_a_store_waits_for_ever_for_a_process_that_hangs_with_the_ledger(
+    root: Path, monkeypatch: pytest.MonkeyPatch, step: Callable[[Directory], object]
+) -> None:
+    """It would be an engine's scheduler that waits."""
+    monkeypatch.setattr(directory_module, "LEDGER_S_MAX", 0.0)
+    monkeypatch.setattr(instance_module, "LEDGER_S_MAX", 0.0)
+    directory = Directory(claim(root))
+    with open(root / LEDGER) as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="the ledger is locked"):
+            step(directory)
+    directory.close()
 
 
 @pytest.mark.parametrize("garbage", [

@@ -19,9 +19,10 @@ from typing import Any
 
 from kvdisk import layout
 from kvdisk.cli.inspect_segments import DAMAGED, UNREADABLE, Looked, Looker, SegmentReport
-from kvdisk.directory import CLOSED, HARMLESS, INSTANCE_NAME, LEDGER, NAMESPACE_NAME, SEGMENT_NAME, parse_grants
+from kvdisk.directory import CLOSED, HARMLESS
 from kvdisk.epoch import read_epoch
 from kvdisk.index import GROUP_MAX, LIVE_BYTES_MAX, Index
+from kvdisk.instance import INSTANCE_NAME, LEDGER, NAMESPACE_NAME, SEGMENT_NAME, parse_grants
 from kvdisk.private_files import no_follow
 from kvdisk.recovery import Recovery
 from kvdisk.segments import SegmentTable

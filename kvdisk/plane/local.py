@@ -123,5 +123,7 @@ class ThreadPlane:
         try:
             return future.result(timeout_s)
         except FutureTimeoutError:
+            if future.done():  # `work` raised it
+                raise
             future.cancel()
             raise TimeoutError("the data plane does not answer") from None
