@@ -29,7 +29,8 @@ class TierConfig:
     """What a user configured.
 
     options: of the store; its arena is what bytes pass through on their way between the primary tier and the disk.
-    reset_keeps_disk: `reset_cache` does not make the data on disk stale. locality: of the disk, for vLLM's filters.
+    reset_keeps_disk: `reset_cache` does not make the data on disk stale, as it does in vLLM's own tiers; with changed
+        weights that serves stale KV, so it has to be asked for. locality: of the disk, for vLLM's filters.
     enable_kv_events: report what enters and leaves the disk.
     """
 
@@ -61,7 +62,7 @@ def parse_tier_config(config: Mapping[str, Any], row_bytes: int) -> TierConfig:
             raise ValueError(f"locality={locality!r} is none of {', '.join(each.value for each in Locality)}")
         return TierConfig(
             options,
-            parse_bool(config.get("reset_keeps_disk", True), "reset_keeps_disk"),
+            parse_bool(config.get("reset_keeps_disk", False), "reset_keeps_disk"),
             Locality(locality),
             parse_bool(config.get("enable_kv_events", False), "enable_kv_events"),
         )

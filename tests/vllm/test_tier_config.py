@@ -22,7 +22,7 @@ OPTIONS = {"root_dir": "/tmp", "disk_bytes_to_use": "1GiB"}
 
 def test_a_root_and_a_cap_are_all_it_needs() -> None:
     config = parse_tier_config(OPTIONS, ROW_BYTES)
-    assert config.reset_keeps_disk, "as vLLM says of its tiers"
+    assert not config.reset_keeps_disk, "stale KV is served only to who asks for it"
     assert config.locality is Locality.LOCAL
     assert config.options.cpu_bytes_to_use == 512 << 20
     large = parse_tier_config({**OPTIONS, "segment_bytes": "1GiB"}, 64 << 20)
