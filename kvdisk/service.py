@@ -52,7 +52,7 @@ class Tenancy:
 
 
 class Service:
-    """A running store. `store` belongs to the thread that opened the service; see the module's docstring.
+    """A running store. It belongs to one thread at a time; see the module's docstring.
 
     Args:
         options: checked already.

@@ -263,6 +263,9 @@ def test_a_store_that_another_server_still_holds_is_opened_when_it_ends(engine: 
     assert new.serve([tokens])[0].cached_tokens == 0, "not before it is time to try again"
     now[0] += 31
     new.drop_gpu_cache()
+    assert new.serve([tokens])[0].cached_tokens == 0, "nobody waits for it"
+    new.manager._opening._running.join()
+    new.drop_gpu_cache()
     assert new.serve([tokens])[0].cached_tokens == 256
 
 
