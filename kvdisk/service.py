@@ -106,8 +106,8 @@ class Service:
         """The plane, started, and the alignment that it found."""
         plane: Plane
         if self._options.data_plane == "process" and self._memfds:
-            plane = ProcessPlane(self._options, self._units, self._memfds, checksums=self._checksums)
             try:
+                plane = ProcessPlane(self._options, self._units, self._memfds, checksums=self._checksums)
                 return plane, self._started(plane)
             except PlaneUnavailableError as error:
                 logger.warning(
@@ -273,9 +273,10 @@ class Service:
         """
         if self._closed or os.getpid() != self._pid:
             return True
-        flushed = self.drain(timeout_s * 0.75)
-        self._closed = True
-        self._shut(opened=True)
+        try:
+            flushed = self.drain(timeout_s * 0.75)
+        finally:  # whatever goes wrong: the process and the locks are given back
+            self._shut(opened=True)
         if not flushed:
             logger.warning("kvdisk closed with chunks unflushed; they will be recomputed")
         return flushed

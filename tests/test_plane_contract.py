@@ -187,3 +187,16 @@ def test_the_process_has_no_thread_for_its_owner(root: Path) -> None:
     rig.put(KEYS)
     assert threading.active_count() == before
     rig.close()
+
+
+def test_a_store_that_fails_gives_its_instance_back_all_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+
+    def fail(now: float) -> None:
+        raise AssertionError("a bug of ours")
+
+    monkeypatch.setattr(rig.store, "take_commands", fail)
+    with pytest.raises(AssertionError, match="of ours"):
+        rig.service.close()
+    first = rig.service.instance_paths
+    assert start().service.instance_paths == first

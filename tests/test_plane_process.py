@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -21,7 +22,11 @@ from typing import Any
 import pytest
 
 import kvdisk
-from kvdisk.commands import Completion, ReadChunks, WriteEpoch
+from kvdisk import layout
+from kvdisk.commands import Completion, PackChunk, ReadChunks, SegmentFile, WriteEpoch, WritePack
+from kvdisk.dataplane import pack_entries
+from kvdisk.layout import SegmentHeader
+from kvdisk.plan import Footprint, pack_size
 from kvdisk.plane import child, quiet, remote
 from kvdisk.plane import process as process_module
 from kvdisk.plane.remote import ProcessPlane
@@ -277,6 +282,95 @@ def test_results_of_another_shape_than_asked_for_are_nonsense(start: Start) -> N
     plane._check(Completion(1, verified=[True, False]))
     with pytest.raises(WireError, match="was not out"):
         plane._check(Completion(1, verified=[True, False]))
+
+
+def compressing(alignment: int = 4096) -> tuple[WritePack, Completion, Completion]:
+    """A command that compresses, and what is said of it: its size, and its end."""
+    segment = SegmentHeader(alignment, 1 << 20, 5, 99, 0, bytes(32))
+    chunks = tuple(PackChunk(unit, (4 * alignment,), b"%d" % unit, b"", 0, 0) for unit in (0, 4))
+    command = WritePack(1, SegmentFile(0, 0), segment, alignment, 1, chunks, compress=True)
+    takes = [Footprint(4 * alignment, 4 * alignment, 4)] * 2
+    entries = pack_entries(chunks, takes, [7, 8], alignment)
+    size = pack_size([4 * alignment] * 2, alignment)
+    raw = layout.encode_pack(layout.Pack(alignment, alignment, size, 1, entries), segment)
+    return command, Completion(1, packed_bytes=size), Completion(1, pack_header=raw, checksums=[7, 8])
+
+
+def header_with(command: WritePack, raw: bytes, **changed: int) -> bytes:
+    """A header as whole as that one, with other numbers in its first entry."""
+    pack = layout.decode_pack(raw, command.offset, command.header)
+    assert pack is not None
+    entries = pack.entries.copy()
+    for name, number in changed.items():
+        entries[name][0] = number
+    return layout.encode_pack(dataclasses.replace(pack, entries=entries), command.header)
+
+
+def test_a_pack_whose_size_cannot_be_is_nonsense_and_its_command_stays_out(start: Start) -> None:
+    plane: Any = start().service.plane
+    command, sized, end = compressing()
+    plane._out[1] = (0.0, command)
+    planned = sized.packed_bytes
+    for size in (planned + 4096, planned - 1, 2 * 4096, -4096):
+        with pytest.raises(WireError, match="none of its chunks"):
+            plane._check(Completion(1, packed_bytes=size))
+    plane._check(sized)
+    with pytest.raises(WireError, match="has a size"):
+        plane._check(sized)
+    plane._check(end)
+    assert not plane._out
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda command, raw: b"\0" * len(raw),
+    lambda command, raw: raw[:-1],
+    lambda command, raw: raw + bytes(layout.ENTRY_BYTES),
+    lambda command, raw: header_with(command, raw, stored_bytes=4096),
+    lambda command, raw: header_with(command, raw, codec=200),
+    lambda command, raw: header_with(command, raw, codec=1),
+], ids=["none", "cut off", "too long", "small without a codec", "unknown codec", "as large with one"])  # fmt: skip
+def test_a_pack_header_that_is_not_its_commands_is_nonsense_and_the_command_stays_out(
+    start: Start, spoil: Callable[[WritePack, bytes], bytes]
+) -> None:
+    plane: Any = start().service.plane
+    command, sized, end = compressing()
+    plane._out[1] = (0.0, command)
+    plane._check(sized)
+    with pytest.raises(WireError, match="not its own"):
+        plane._check(Completion(1, pack_header=spoil(command, end.pack_header), checksums=[7, 8]))
+    assert 1 in plane._out, "or nobody would ever hear that it ended"
+
+
+@pytest.mark.parametrize("extra", [{}, {"error": errno.EIO, "settled": True}])
+def test_late_without_an_error_or_already_settled_is_nonsense(start: Start, extra: dict[str, Any]) -> None:
+    plane: Any = start().service.plane
+    plane._out[1] = plane._late[1] = (0.0, compressing()[0])
+    with pytest.raises(WireError, match="is late, but"):
+        plane._check(Completion(1, late=True, **extra))
+    plane._late.clear()
+
+
+def test_what_came_before_the_nonsense_in_one_message_and_what_it_was_about_both_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start()
+    rig.put(KEYS)
+    before, plane = rig.pid, rig.service.plane
+    seen: list[Completion] = []
+    real = rig.store.complete
+    monkeypatch.setattr(rig.store, "complete", lambda one, now: (seen.append(one), real(one, now)))
+    rig.store.promote(KEYS[0])
+    rig.store.promote(KEYS[-1])
+    rig.service.pump()
+    numbers = list(plane._out)  # type: ignore[attr-defined]
+    assert len(numbers) == 2
+    said = [Completion(numbers[0], verified=[False]), Completion(numbers[1], verified=[True] * 5)]
+    monkeypatch.setattr(plane._process, "events", lambda: [Done(said, (0,) * 6)])  # type: ignore[attr-defined, arg-type]
+    rig.pump_until(replaced(rig, before))
+    rig.settle()
+    assert {one.id for one in seen} >= set(numbers)
+    assert not rig.store.busy
+    assert rig.get(KEYS[1]) == value(KEYS[1], rig.size)
 
 
 def test_a_plane_without_a_word_for_long_is_dead(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvdisk.commands import Command, Completion, FoundSegment, ReadChunks, WriteEpoch, WritePack
+from kvdisk.commands import Command, Completion, FoundSegment, WriteEpoch, WritePack
 from kvdisk.dataplane import Units
 from kvdisk.directory import Directory
 from kvdisk.errors import PlaneUnavailableError
 from kvdisk.io.protocol import EngineInfo
 from kvdisk.options import Options
 from kvdisk.plane import Counts
+from kvdisk.plane.checks import can_be_packed, fits
 from kvdisk.plane.process import PlaneProcess
 from kvdisk.plane.quiet import Quiet
 from kvdisk.plane.wire import (
@@ -66,6 +67,9 @@ class ProcessPlane:
     Args:
         options, units, checksums: see Backend.
         memfds: one a unit, of the memory that it lies in; they are duplicated.
+
+    Raises:
+        PlaneUnavailableError: they cannot be.
     """
 
     def __init__(
@@ -75,11 +79,11 @@ class ProcessPlane:
         self.is_lost = False
         self._options = options
         self._checksums = checksums
-        self._units = [
-            UnitsAt(os.dup(memfd), unit.memory.size, unit.start) for unit, memfd in zip(units, memfds, strict=True)
-        ]
+        self._units: list[UnitsAt] = []
+        self._keep(units, memfds)
         self._process: PlaneProcess | None = None
         self._is_dead = False
+        self._closed_idle: bool | None = None
         self._restarts = 0
         self._quiet: Quiet | None = None
         self._mourned_since = 0.0
@@ -88,10 +92,24 @@ class ProcessPlane:
         self._heard_s = 0.0  # how long we have listened
         self._heard_at = time.monotonic()
         self._out: dict[int, tuple[float, Command]] = {}  # with `_heard_s` when they were sent, oldest first
+        self._sizes: dict[int, int] = {}  # of packs in `_out` that were compressed, once they are known
         self._late: dict[int, Command] = {}  # reported as late, not settled
         self._held: list[Command] = []
         self._ready: list[Completion] = []
         self._counts = self._counts_before = Counts()
+
+    def _keep(self, units: Sequence[Units], memfds: Sequence[int]) -> None:
+        try:
+            for unit, memfd in zip(units, memfds, strict=True):
+                self._units.append(UnitsAt(os.dup(memfd), unit.memory.size, unit.start))
+        except OSError as error:
+            self._let_go()
+            raise PlaneUnavailableError(f"the arena cannot be handed to a process: {error}") from error
+
+    def _let_go(self) -> None:
+        units, self._units = self._units, []
+        for unit in units:
+            os.close(unit.fd)
 
     @property
     def pid(self) -> int | None:
@@ -225,22 +243,30 @@ class ProcessPlane:
             raise WireError(f"{type(event).__name__} came while at work")
 
     def _check(self, completion: Completion) -> None:
-        """Note that a command ended; WireError unless it can have ended like this."""
+        """Note that a command ended; WireError, and nothing noted, unless it can have ended like this."""
+        number = completion.id
         if completion.packed_bytes:  # of a pack that is compressed; its end is yet to come
-            _, command = self._out.get(completion.id, (0.0, None))
-            if not isinstance(command, WritePack) or not command.compress:
-                raise WireError(f"command {completion.id} has a size, but is no pack to be compressed")
+            _, command = self._out.get(number, (0.0, None))
+            if not isinstance(command, WritePack) or not command.compress or number in self._sizes:
+                raise WireError(f"command {number} has a size, but is no pack to be compressed")
+            if not can_be_packed(command, completion.packed_bytes):
+                raise WireError(f"pack {number} of {completion.packed_bytes} bytes is none of its chunks")
+            self._sizes[number] = completion.packed_bytes
             return
-        if completion.settled:
-            command = self._late.pop(completion.id, None)
-        else:
-            _, command = self._out.pop(completion.id, (0.0, None))
-            if completion.late and command is not None:
-                self._late[completion.id] = command
+        command = self._late.get(number) if completion.settled else self._out.get(number, (0.0, None))[1]
         if command is None:
-            raise WireError(f"command {completion.id} ended, but was not out")
-        if completion.error == 0 and not completion.settled and not _fits(command, completion):
-            raise WireError(f"{type(command).__name__} {completion.id} ended with results that are not its own")
+            raise WireError(f"command {number} ended, but was not out")
+        if completion.late and (completion.settled or not completion.error):
+            raise WireError(f"command {number} is late, but {'settled' if completion.settled else 'without an error'}")
+        if completion.error == 0 and not completion.settled and not fits(command, completion, self._sizes.get(number)):
+            raise WireError(f"{type(command).__name__} {number} ended with results that are not its own")
+        if completion.settled:
+            del self._late[number]
+        else:
+            del self._out[number]
+            self._sizes.pop(number, None)
+            if completion.late:
+                self._late[number] = command
 
     # ---- when it dies
 
@@ -257,6 +283,7 @@ class ProcessPlane:
             self._ready.append(Completion(number, error=errno.EIO, late=True))
             self._late[number] = command
         self._out.clear()
+        self._sizes.clear()
 
     def _mourn(self) -> None:
         """Settle what was out once nothing of the process is left, and then replace it."""
@@ -321,7 +348,10 @@ class ProcessPlane:
     # ---- the end
 
     def close(self, timeout_s: float) -> bool:
-        """See Plane. A process that does not end in time ends by itself when what it waits for does."""
+        """See Plane. A process that does not end in time ends by itself when what it waits for does: it is not killed,
+        since the locks that it was lent must outlive its writes."""
+        if self._closed_idle is not None:
+            return self._closed_idle
         process, self._process = self._process, None
         idle = False
         if self._quiet is not None:
@@ -329,13 +359,13 @@ class ProcessPlane:
         if process is not None:
             deadline = time.monotonic() + timeout_s
             if not self._is_dead:
+                process.go_on()
                 idle = self._stop(process, timeout_s / 2, deadline)
             idle = process.await_end(deadline - time.monotonic()) and idle
             process.bury()
-        for unit in self._units:
-            os.close(unit.fd)
-        self._units = []
+        self._let_go()
         self._is_dead = self.is_lost = True
+        self._closed_idle = idle
         return idle
 
     def _stop(self, process: PlaneProcess, stop_s: float, deadline: float) -> bool:
@@ -350,14 +380,3 @@ class ProcessPlane:
         except (OSError, WireError):
             pass
         return False
-
-
-def _fits(command: Command, completion: Completion) -> bool:
-    """Whether a successful result has the shape that its command asks for."""
-    if isinstance(command, ReadChunks):
-        count = len(command.items)
-        return len(completion.verified) == count and len(completion.errors) in (0, count)
-    if isinstance(command, WritePack):
-        checks = completion.checksums
-        return len(checks) == len(command.chunks) and min(checks) >= 0 and len(completion.pack_header) > 0
-    return True
