@@ -66,7 +66,7 @@ class Arena(Generic[OwnerT]):
         units = -(-units // self._granule) * self._granule
         run = self._hand
         if run.owner is not None or run.units < units:  # else the rest of a run that was cut before
-            if units > self._takeable_units or units >= self._no_run_of:
+            if not self.may_fit(units):
                 return None
             if not self._fits(units):
                 self._no_run_of = units
@@ -88,6 +88,10 @@ class Arena(Generic[OwnerT]):
             self._takeable_units -= units
         self._hand = run.next
         return run
+
+    def may_fit(self, units: int) -> bool:
+        """Whether `allocate` may find room for so many units; if not, it will not. Constant time, changes nothing."""
+        return units <= self._takeable_units and units < self._no_run_of
 
     def note(self, run: Run[OwnerT]) -> None:
         """To be called whenever what the owner's `can_evict` says has changed, or may have."""

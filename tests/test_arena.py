@@ -34,7 +34,9 @@ class ArenaMachine(RuleBasedStateMachine):
         used = {chunk for chunk in self.chunks if chunk.used}
         fits = self.could_fit(-(-units // self.granule) * self.granule)
         before = {chunk: (chunk.run.start, chunk.run.units) for chunk in self.chunks}
+        may_fit = self.arena.may_fit(units)
         run = self.arena.allocate(units, new, evicted)
+        assert may_fit or run is None
         assert set(evicted) <= self.chunks - keep
         assert len(set(evicted)) == len(evicted)
         assert (run is not None) == fits
