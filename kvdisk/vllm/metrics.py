@@ -18,6 +18,7 @@ COUNTERS = {
     "retries": "Lookups put off because no slot was free",
     "scans_cut": "Scans of waiting requests that were cut short",
     "chunks_loaded": "Chunks copied from the arena to KV blocks",
+    "loads_dropped": "Chunks not loaded because their request ended or the cache was reset before their turn",
     "chunks_stored": "Chunks copied from KV blocks to the arena",
     "chunks_partial": "Chunks not kept because some of their blocks were not written",
     "stores_cut": "Chunks refused because the prefix before them was not kept",

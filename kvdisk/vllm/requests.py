@@ -146,10 +146,16 @@ class Groups:
             return [(group, position - self.tokens_per_chunk[group])]
         if not self.full:
             return []
-        head = self.full[0]
-        step = self.tokens_per_chunk[head]
-        covering = -(-position // step) * step
-        return [(head, covering), (head, covering - step)]
+        head, covering = self.full[0], self.end_of(group, position)
+        return [(head, covering), (head, covering - self.tokens_per_chunk[head])]
+
+    def end_of(self, group: int, position: int) -> int:
+        """How long a prefix has to be stored for a chunk to be of use: to the end of the full-attention chunk that
+        covers it."""
+        if group in self.full or not self.full:
+            return position
+        step = self.tokens_per_chunk[self.full[0]]
+        return -(-position // step) * step
 
     def parent_of(self, key: bytes, group: int, position: int, chain: Mapping[tuple[int, int], bytes]) -> bytes:
         """The chunk without which `key` can never be hit, as far as it is known; b"" if none is.

@@ -11,6 +11,7 @@ What must hold:
 - Every job gets one result. A load's chunk counts as loaded only when its verified bytes are in the row.
 - A chunk that could not be loaded is a miss at once: for everybody if the disk lost it, for its request if only a slot
   was missing. vLLM would ask for it again in every step, and wait.
+- After a reset nothing is served that was stored before it, even if the store opens later; unless `reset_keeps_disk`.
 - No exception leaves for the engine. What is wrong with the disk is a miss; what is wrong with this code switches the
   tier off: lookups miss, jobs fail, vLLM goes on without it.
 """
@@ -42,20 +43,20 @@ from kvdisk.service import Service
 from kvdisk.store import SEGMENTS_MIN, Presence
 from kvdisk.units import UNIT_BYTES, format_size, round_up
 from kvdisk.vllm import events
-from kvdisk.vllm.lookups import group_of
 from kvdisk.vllm.metrics import StatsReporter, metric_definitions
 from kvdisk.vllm.opening import Opening
 from kvdisk.vllm.reset import declare_stale
 from kvdisk.vllm.tier_config import describe_groups, parse_tier_config
 from kvdisk.vllm.tier_identity import engines_of, tenancy_of
-from kvdisk.vllm.tier_jobs import Chunk, Ended, Job, Loads, Stores
+from kvdisk.vllm.tier_jobs import Ended, Job
+from kvdisk.vllm.tier_loads import Loads
+from kvdisk.vllm.tier_requests import Requests
 from kvdisk.vllm.tier_rows import Rows, rows_of
+from kvdisk.vllm.tier_stores import Stores
 
 logger = logging.getLogger("kvdisk")
 
 T = TypeVar("T")
-
-Chain = dict[tuple[int, int], bytes]
 
 
 class KVDiskTier(SecondaryTierManager):
@@ -109,8 +110,8 @@ class KVDiskTier(SecondaryTierManager):
         self._stores: Stores
         self._loads: Loads
         self._off = False
-        self._chains: dict[str, Chain] = {}  # of running requests: (group, position) -> key
-        self._refused: dict[str, set[bytes]] = {}  # chunks on disk that a request found no slot for
+        self._stale_at_open = False
+        self._requests = Requests(self._groups)
         self._ended: list[Ended] = []
         self._reporter = StatsReporter(self.stats)
         self._heard = 0  # pumps that brought news
@@ -166,10 +167,12 @@ class KVDiskTier(SecondaryTierManager):
         self._rows = Rows(self._primary_kv_view, self._arena.view, slot_bytes)
         self._stores = Stores(store, self._rows, self.counters, self._ended, self._clock)
         self._loads = Loads(store, self._rows, self.counters, self._ended, self._clock)
+        self._service = service
+        if self._stale_at_open:
+            declare_stale(service)
         store.settled = []
         if self._emit_events:
             events.listen(store)
-        self._service = service
 
     def _attempt(self, work: Callable[[Service], T], otherwise: T) -> T:
         """`work` on the running store; `otherwise` if there is none, or it fails for a reason of ours."""
@@ -187,23 +190,22 @@ class KVDiskTier(SecondaryTierManager):
         if self._service is None:
             return
         self._rows.close()
-        for jobs in (self._loads, self._stores):
-            for job in jobs.jobs:
-                self._ended.append(Ended(job.job_id, job.request_id, jobs.is_load, [], [], 0.0))
-            jobs.jobs.clear()
+        self._loads.give_up_all()
+        self._stores.give_up_all()
 
     # ---- requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Remember the request; the first one opens the store."""
         self._attempt(lambda service: None, None)
-        self._chains[req_context.req_id] = {}
+        self._requests.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request; its jobs go on."""
-        self._chains.pop(req_context.req_id, None)
-        self._refused.pop(req_context.req_id, None)
+        """Forget the request; its jobs go on, but for loads that have not begun."""
+        request = self._requests.end(req_context.req_id)
+        if request is not None and self._service is not None:
+            self._attempt(lambda service: self._loads.drop_of(request), None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT for what is on disk or on its way there, whoever is reading it; never RETRY."""
@@ -214,8 +216,8 @@ class KVDiskTier(SecondaryTierManager):
                 return LookupResult.MISS
         if service.store.presence(key) is Presence.ABSENT:
             return LookupResult.MISS
-        refused = self._refused.get(req_context.req_id)
-        return LookupResult.MISS if refused and key in refused else LookupResult.HIT
+        is_refused = self._requests.is_refused(key, req_context.req_id)
+        return LookupResult.MISS if is_refused else LookupResult.HIT
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """These chunks are in use."""
@@ -232,8 +234,9 @@ class KVDiskTier(SecondaryTierManager):
         """Copy rows to slots, as slots allow, and flush them."""
 
         def submit(service: Service) -> bool:
-            chunks, lost = self._chunks_of(job_metadata)
-            self._stores.add(job_metadata.job_id, job_metadata.req_context.req_id, chunks, lost=lost)
+            request = self._requests.of(job_metadata.req_context.req_id)
+            chunks, lost = self._requests.chunks_of(job_metadata, request)
+            self._stores.add(job_metadata.job_id, request, chunks, lost)
             self._advance(service)
             self._stores.trim()
             return True
@@ -245,9 +248,12 @@ class KVDiskTier(SecondaryTierManager):
         """Read chunks into slots, as slots allow, verify them, and copy them to rows."""
 
         def submit(service: Service) -> bool:
-            chunks, lost = self._chunks_of(job_metadata)
-            self._loads.add(job_metadata.job_id, job_metadata.req_context.req_id, chunks, lost=lost)
+            request = self._requests.of(job_metadata.req_context.req_id)
+            chunks, lost = self._requests.chunks_of(job_metadata, request)
+            self._loads.add(job_metadata.job_id, request, chunks, lost)
             self._advance(service)
+            if not request.is_running:  # vLLM may submit it later than that
+                self._loads.drop_of(request)
             return True
 
         if not self._attempt(submit, False):
@@ -255,28 +261,9 @@ class KVDiskTier(SecondaryTierManager):
 
     def _refuse(self, job: TransferJob, *, is_load: bool) -> None:
         """A job that nobody took, unless `_switch_off` has ended it already."""
-        if all(ended.job_id != job.job_id for ended in self._ended):
-            self._ended.append(Ended(job.job_id, job.req_context.req_id, is_load, [], list(job.keys), 0.0))
-
-    def _chunks_of(self, job: TransferJob) -> tuple[list[Chunk], list[bytes]]:
-        """The job's chunks, and the keys of groups that the configuration does not have."""
-        context = job.req_context
-        chain = self._chains.get(context.req_id)
-        if chain is None:  # a load may come after its request has finished
-            chain = {}
-        known: list[tuple[bytes, int, int, int]] = []
-        lost: list[bytes] = []
-        for key, row in zip(job.keys, job.chunk_ids, strict=True):
-            group = group_of(key)
-            if group not in self._groups.units:
-                lost.append(key)
-                continue
-            position = context.get_offload_key_position(key)
-            if position is not None:
-                chain[group, position] = key
-            known.append((key, int(row), group, position or 0))
-        parent_of = self._groups.parent_of
-        return [Chunk(*chunk, parent_of(chunk[0], chunk[2], chunk[3], chain)) for chunk in known], lost
+        if all(ended.job.job_id != job.job_id for ended in self._ended):
+            request = self._requests.of(job.req_context.req_id)
+            self._ended.append(Ended(Job(job.job_id, request, lost=list(job.keys)), is_load, 0.0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The results since the last call."""
@@ -284,25 +271,16 @@ class KVDiskTier(SecondaryTierManager):
         ended, self._ended[:] = list(self._ended), []
         return [self._result(job) for job in ended]
 
-    def _result(self, job: Ended) -> JobResult:
-        if job.is_load and job.lost:
-            self._refuse_to(job)
+    def _result(self, ended: Ended) -> JobResult:
+        job = ended.job
+        success = not job.lost and not job.dropped and not self._off
         return JobResult(
             job_id=job.job_id,
-            success=not job.lost and not self._off,
-            successful_keys=[OffloadKey(key) for key in job.good] if job.is_load and job.good and job.lost else None,
-            transfer_time=job.seconds,
-            transfer_bytes=len(job.good) * self._row_bytes,
+            success=success,
+            successful_keys=[OffloadKey(key) for key in job.good] if ended.is_load and not success else None,
+            transfer_time=ended.seconds,
+            transfer_bytes=job.copied * self._row_bytes,
         )
-
-    def _refuse_to(self, job: Ended) -> None:
-        """What is still on disk was lost for want of a slot: to this request it is a miss from now on."""
-        service = self._service
-        if service is None or self._off or job.request_id not in self._chains:
-            return
-        kept = {key for key in job.lost if service.store.presence(key) is not Presence.ABSENT}
-        self.counters["misses_no_slot"] += len(kept)
-        self._refused.setdefault(job.request_id, set()).update(kept)
 
     def _advance(self, service: Service) -> None:
         """Let everybody hear of everybody. Never blocks."""
@@ -341,10 +319,11 @@ class KVDiskTier(SecondaryTierManager):
 
         vLLM calls it when it resets its caches. Unless `reset_keeps_disk` holds, what is on disk is stale then.
         """
-        self._attempt(self._drain, None)
+        if not self._attempt(self._drain, False):
+            self._stale_at_open = not self._config.reset_keeps_disk
 
-    def _drain(self, service: Service) -> None:
-        self._loads.give_up_all()
+    def _drain(self, service: Service) -> bool:
+        self._loads.drop_all()
         self._advance(service)
         while self._loads.jobs or self._stores.jobs:
             if self._rows.busy:
@@ -352,8 +331,10 @@ class KVDiskTier(SecondaryTierManager):
             else:
                 service.wait(0.05)
             self._advance(service)
+        self._requests.forget_losses()
         if not self._config.reset_keeps_disk:
             declare_stale(service)
+        return True
 
     # ---- reports and the end
 

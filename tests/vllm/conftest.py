@@ -11,6 +11,7 @@ from tests.vllm.config import connector
 
 if TYPE_CHECKING:
     from tests.vllm.harness import Harness
+    from tests.vllm.tiering import Start
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -44,3 +45,22 @@ def engine(tmp_path: Path) -> "Iterator[Callable[..., Harness]]":
     yield start
     for harness in running:
         harness.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> "Iterator[Start]":
+    """`start(**kwargs)` makes Tiers over tmp_path/root; at the end they are closed, and none was switched off."""
+    from tests.vllm.tiering import Tiers
+
+    running: list[Tiers] = []
+
+    def start_one(**kwargs: Any) -> Tiers:
+        running.append(Tiers(tmp_path / "root", **kwargs))
+        return running[-1]
+
+    yield start_one
+    for tiers in running:
+        failed = tiers.tier._off and not tiers.region.cleaned
+        if not tiers.region.cleaned:
+            tiers.close()
+        assert not failed, "the tier was switched off"

@@ -1,7 +1,6 @@
 """Rules of `KVDiskTier` under vLLM's real TieringOffloadingManager: what comes back, and what if it cannot."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvdisk.cli.segment_files import chunks_of, files_of, flip_byte
-from kvdisk.vllm import tier_jobs
+from kvdisk.vllm import tier_stores
 from tests.vllm.tiering import ROW_BYTES, Start, Tiers, content, keys_of
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(**kwargs)` makes Tiers over tmp_path/root; at the end they are closed, and none was switched off."""
-    running: list[Tiers] = []
-
-    def start_one(**kwargs: Any) -> Tiers:
-        running.append(Tiers(tmp_path / "root", **kwargs))
-        return running[-1]
-
-    yield start_one
-    for tiers in running:
-        failed = tiers.tier._off and not tiers.region.cleaned
-        if not tiers.region.cleaned:
-            tiers.close()
-        assert not failed, "the tier was switched off"
-
 
 # ---- what is stored comes back
 
@@ -206,13 +187,13 @@ def test_a_chunk_without_a_slot_is_a_miss_for_its_request_alone(start: Start, mo
     assert tiers.read(keys, context) == [False] * 4
     assert tiers.read(keys) == [True] * 4
     tiers.manager.on_request_finished(context)
-    assert not tiers.tier._refused
+    assert not tiers.tier._requests.is_refused(keys[0], context.req_id)
 
 
 def test_the_tail_is_what_is_not_kept_when_the_disk_does_not_keep_up(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_jobs, "STORE_WAIT_SHARE", 0.1)
+    monkeypatch.setattr(tier_stores, "STORE_WAIT_SHARE", 0.1)
     tiers = start(rows=100)
     tiers.request()
     service = tiers.tier._service
@@ -361,7 +342,7 @@ def test_pending_work_ends(start: Start) -> None:
     tiers.settle()
     tiers.manager.on_request_finished(context)
     assert not tiers.manager.has_pending_work()
-    assert not tiers.tier._chains
+    assert not tiers.tier._requests
 
 
 def test_a_load_may_come_after_its_request_has_finished(start: Start) -> None:

@@ -184,6 +184,19 @@ class Tiers:
         self.manager.complete_load(good, context)
         return hits
 
+    def hold_disk(self) -> Callable[[], None]:
+        """From now on the data plane gets nothing; call what is returned, once, to let it have all of that."""
+        service = self.tier._service
+        plane = service.plane.backend.plane
+        begin, held = plane.start, []
+        plane.start = held.extend
+
+        def release() -> None:
+            plane.start = begin
+            service.plane.loop.call_soon_threadsafe(lambda: begin(held))
+
+        return release
+
     def close(self) -> None:
         self.manager.shutdown()
 
