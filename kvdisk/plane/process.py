@@ -30,6 +30,18 @@ _MAIN: Final = (
 )
 """Run with the owner's sys.path, and before anything is imported, so that both run the same kvdisk."""
 
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return os.sep
+
+
+_CWD: Final = _current_directory()
+"""Entries of sys.path may be relative, '' for example. They meant this directory when kvdisk was imported; a process
+that has changed it since must not have its data plane, which may start much later, look somewhere else."""
+
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """numpy's linear algebra, which a data plane does not use, would start a thread a core."""
 
@@ -48,7 +60,10 @@ class PlaneProcess:
     """
 
     def __init__(self, memfds: Sequence[int], frame_bytes_max: int) -> None:
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:  # no descriptors left
+            raise PlaneUnavailableError(f"there is no socket for the data plane's process: {error}") from error
         with theirs:
             try:
                 self._process = _spawn(theirs.fileno(), memfds)
@@ -125,6 +140,11 @@ class PlaneProcess:
             raise _exception(event)
         return event
 
+    def go_on(self) -> None:
+        """Undo a SIGSTOP, or it could not end by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
@@ -171,6 +191,10 @@ def _exception(refused: Refused) -> Exception:
     return kind(refused.text) if issubclass(kind, Exception) else KVDiskError(refused.text)
 
 
+def _import_path() -> list[str]:
+    return [os.path.join(_CWD, entry) for entry in sys.path]
+
+
 def _spawn(fd: int, memfds: Sequence[int]) -> "subprocess.Popen[bytes]":
     if not sys.executable:
         raise PlaneUnavailableError("Python does not know its own executable")
@@ -179,7 +203,7 @@ def _spawn(fd: int, memfds: Sequence[int]) -> "subprocess.Popen[bytes]":
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         return subprocess.Popen(
-            [sys.executable, *flags, "-c", _MAIN, "\n".join(sys.path), str(fd), str(os.getpid())],
+            [sys.executable, *flags, "-c", _MAIN, "\n".join(_import_path()), str(fd), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[fd, *memfds],
