@@ -171,12 +171,17 @@ class Compression:
     # ---- threads
 
     async def _spread(self, threads: Executor, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """`work` of every item, in order, over as many threads as there are."""
+        """`work` of every item, in order, over as many threads as there are. Raises what the first of them raised, but
+        only when all have ended: what they write to is given to others then."""
         loop = asyncio.get_running_loop()
         size = -(-len(items) // self.thread_count)
         slices = [items[start : start + size] for start in range(0, len(items), size)]
-        found = await asyncio.gather(*(loop.run_in_executor(threads, _each, work, part) for part in slices))
-        return [one for part in found for one in part]
+        running: list[asyncio.Future[list[R]]] = []
+        try:
+            running.extend(loop.run_in_executor(threads, _each, work, part) for part in slices)
+        finally:
+            await asyncio.gather(*running, return_exceptions=True)
+        return [one for future in running for one in future.result()]
 
 
 def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import threading
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,56 @@ def test_a_store_with_mixed_chunks_is_a_dictionary_that_forgets(actions: list[tu
         assert not sim.store.counters["chunks_damaged"]
 
     run(main())
+
+
+# ---- threads that fail
+
+
+class Threads(Executor):
+    """Whose calls end when the test says so; of `most` at once."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.calls: list[Future[Any]] = []
+        self._most = most
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        if len(self.calls) == self._most:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        self.calls.append(Future())
+        return self.calls[-1]
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_work_that_fails_on_one_thread_is_over_when_it_has_ended_on_all() -> None:
+    """The slots and buffers that the others write to are used again then."""
+    plane = Compression([(_memory(1 << 20), 0)], ALIGNMENT, checksums=True)
+    plane.thread_count, threads = 2, Threads()
+    spreading = asyncio.ensure_future(plane._spread(threads, abs, [1, 2]))
+    await turns()
+    first, second = threads.calls
+    first.set_exception(MemoryError("no scratch memory"))
+    await turns()
+    assert not spreading.done()
+    second.set_result([2])
+    with pytest.raises(MemoryError, match="no scratch memory"):
+        await spreading
+    plane.close()
+
+
+async def test_work_that_cannot_be_begun_on_one_thread_is_over_when_it_has_ended_on_the_others() -> None:
+    plane = Compression([(_memory(1 << 20), 0)], ALIGNMENT, checksums=True)
+    plane.thread_count, threads = 2, Threads(most=1)
+    spreading = asyncio.ensure_future(plane._spread(threads, abs, [1, 2]))
+    await turns()
+    assert not spreading.done()
+    threads.calls[0].set_result([1])
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await spreading
+    plane.close()
 
 
 # ---- on a real file system
