@@ -9,8 +9,11 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
   it, so a request that was cut stays cut until it is preempted; None ("offer it again") is said only when it can help
   soon.
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
+- An error of ours ends no engine: offloading is off from then on, nothing is looked up or stored any more, and no slot
+  is reused, so that what was called HIT before can still be loaded.
 """
 
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,6 +36,7 @@ from kvdisk.resident import Resident
 from kvdisk.service import Service
 from kvdisk.store import Presence
 from kvdisk.vllm import events
+from kvdisk.vllm.guard import guarded, nothing
 from kvdisk.vllm.lookups import Lookups, group_of
 from kvdisk.vllm.metrics import StatsReporter
 from kvdisk.vllm.opening import Opening
@@ -40,6 +44,8 @@ from kvdisk.vllm.requests import Groups, Request
 from kvdisk.vllm.reset import Quarantine, declare_stale
 from kvdisk.vllm.share import Share
 from kvdisk.vllm.slots_spec import SlotsSpec
+
+logger = logging.getLogger("kvdisk")
 
 REFUSALS_MAX = 16
 """Steps in a row that an offer is put off before the request is cut."""
@@ -78,6 +84,7 @@ class KVDiskManager(OffloadingManager):
         self._opening = Opening(open_service, clock)
         self._reset_at_open = False
         self._service: Service | None = None
+        self.is_off = False
         self._groups = groups
         self._group_ids = group_ids
         self._home = home
@@ -108,6 +115,7 @@ class KVDiskManager(OffloadingManager):
         self._requests[req_context.req_id] = Request(req_context.req_id)
         return RequestOffloadingContext()
 
+    @guarded(nothing)
     def _start(self, service: Service) -> None:
         self._service = service
         self._lookups = Lookups(service.store, self._pump, self._groups, self.counters, self._clock)
@@ -119,9 +127,15 @@ class KVDiskManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Take back its pins; transfers under way go on."""
         request = self._requests.pop(req_context.req_id, None)
-        if request is not None and self._lookups is not None:
+        if request is not None:
+            self._release(request)
+
+    @guarded(nothing)
+    def _release(self, request: Request) -> None:
+        if self._lookups is not None:
             self._lookups.release(request)
 
+    @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Once a step: let the planes hear of each other and take back pins that nobody will use."""
         if self._lookups is None:
@@ -136,9 +150,13 @@ class KVDiskManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether the chunk can be loaded; starts its promotion if it is on disk."""
-        if self._lookups is None:
+        if self._lookups is None or self.is_off:
             return LookupResult.MISS
-        return self._lookups.answer(key, self._requests[req_context.req_id], req_context)
+        try:  # `guarded`, without the call that it costs: there are thousands of lookups in a step
+            return self._lookups.answer(key, self._requests[req_context.req_id], req_context)
+        except Exception:
+            self.switch_off()
+            return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """DISK for chunks that were read for this request, else HOST."""
@@ -160,7 +178,7 @@ class KVDiskManager(OffloadingManager):
             lookups.store.touch(key)
             residents.append(resident)
         self._remember(keys, request, req_context)
-        lookups.release(request)
+        self._release(request)
         ticket = self._next_ticket()
         lookups.begin_load(ticket, keys)
         self._loading.setdefault(req_context.req_id, []).append((ticket, set(keys), residents))
@@ -169,21 +187,25 @@ class KVDiskManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The slots are no longer read."""
-        lookups, jobs = self._lookups, self._loading.get(req_context.req_id, [])
-        assert lookups is not None
+        jobs = self._loading.get(req_context.req_id, [])
         wanted = set(keys)
         job = next((job for job in jobs if job[1] == wanted), None)
         assert job is not None, f"load of {req_context.req_id} ended, but was never begun"
         jobs.remove(job)
         if not jobs:
             del self._loading[req_context.req_id]
-        ticket, _, residents = job
-        lookups.end_load(ticket, wanted)
+        self._end_load(*job)
+
+    @guarded(nothing)
+    def _end_load(self, ticket: int, keys: set[bytes], residents: list[Resident]) -> None:
+        assert self._lookups is not None
+        self._lookups.end_load(ticket, keys)
         for resident in residents:
-            lookups.let_go(resident)
+            self._lookups.let_go(resident)
 
     # ---- stores
 
+    @guarded(lambda self: self._output(()))
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Slots for the longest prefix of positions that fits; None: none now, offer them again."""
         service, lookups = self._service, self._lookups
@@ -267,6 +289,7 @@ class KVDiskManager(OffloadingManager):
             self.counters["stores_cut"] += len(new) - len(accepted)
         return accepted
 
+    @guarded(nothing)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Chunks whose blocks were all written become hits and are flushed."""
         service = self._service
@@ -305,11 +328,13 @@ class KVDiskManager(OffloadingManager):
         if self._service is not None:
             self._heard += self._service.pump()
 
+    @guarded(lambda _: False)
     def has_pending_work(self) -> bool:
         """Whether chunks are unflushed or in flight; every command has a deadline, so this ends."""
         self._pump()
         return self._service is not None and self._service.store.busy
 
+    @guarded(lambda _: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What entered and left the disk since the last call, or the first of it."""
         return list(events.take(self._service.store)) if self._service is not None else ()
@@ -321,9 +346,19 @@ class KVDiskManager(OffloadingManager):
 
         With `reset_keeps_disk` only transfers under way are given up.
         """
-        service = self._service
-        if service is None or self._lookups is None:
+        if self._service is None:
             self._reset_at_open = not self._reset_keeps_disk
+            return
+        self._forget()
+        if not self._reset_keeps_disk:
+            try:  # also when it is off: after a restart it is on again
+                declare_stale(self._service)
+            except Exception:
+                self.switch_off()
+
+    @guarded(nothing)
+    def _forget(self) -> None:
+        if self._lookups is None:
             return
         for request in self._requests.values():
             self._lookups.release(request)
@@ -331,8 +366,6 @@ class KVDiskManager(OffloadingManager):
             request.cut = None
         self._pump()
         self._enter_quarantine(self._lookups)
-        if not self._reset_keeps_disk:
-            declare_stale(service)
 
     def _enter_quarantine(self, lookups: Lookups) -> None:
         """vLLM will not report the transfers under way, but its workers still carry them out."""
@@ -357,6 +390,7 @@ class KVDiskManager(OffloadingManager):
         if self._lookups is not None:
             self._lookups.let_go(resident)
 
+    @guarded(nothing)
     def on_reset_flushed(self) -> None:
         """0.33: all workers have ended what was in flight at the reset."""
         self._quarantine.release(flushed=True)
@@ -368,6 +402,7 @@ class KVDiskManager(OffloadingManager):
         mine: dict[str, int | str] = dict(self.counters)
         return {**mine, **(self._service.stats() if self._service is not None else {})}
 
+    @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What grew since the last call, as Prometheus increments. Called every step, so built only after changes."""
         store = self._service.store if self._service is not None else None
@@ -376,8 +411,16 @@ class KVDiskManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Flush what can be flushed in time. Idempotent."""
-        if self._service is not None:
-            self._service.close()
-        self._service = None
-        self._lookups = None
+        service, self._service, self._lookups = self._service, None, None
         self._opening.give_up()
+        if service is not None:
+            try:
+                service.close()
+            except Exception:
+                logger.exception("kvdisk could not flush what it had in memory")
+
+    def switch_off(self) -> None:
+        """After an error of this code, which is being handled: do without the store until the server is restarted."""
+        if not self.is_off:
+            logger.exception("KV offloading to disk is OFF until the server is restarted: please report this")
+        self.is_off = True

@@ -19,12 +19,16 @@ DURABLE_S_MAX = 10.0
 
 def declare_stale(service: Service) -> None:
     """Nothing stored so far is used again, now or after a restart. Blocks until that is durable, a while at most."""
-    service.store.reset()
-    if not service.write_epoch_now(DURABLE_S_MAX):
-        logger.error(
-            "the reset is not durable: remove %s before a restart, or stale KV may be served",
-            ", ".join(service.instance_paths),
-        )
+    is_durable = False
+    try:
+        service.store.reset()
+        is_durable = service.write_epoch_now(DURABLE_S_MAX)
+    finally:
+        if not is_durable:
+            logger.error(
+                "the reset is not durable: remove %s before a restart, or stale KV may be served",
+                ", ".join(service.instance_paths),
+            )
 
 
 class _Transfer(NamedTuple):

@@ -122,6 +122,7 @@ class Harness:
         kv_cache_utils.init_none_hash(sha256)
         self.hasher = kv_cache_utils.get_request_block_hasher(self.hash_block_size, sha256)
         self.request_count = 0
+        self.expects_off = False  # the test makes kvdisk fail
         self.cached_tokens: dict[str, int] = {}
 
     def _build(self, specs: dict[str, Any], memory_bytes: int, layout: str) -> None:
@@ -308,6 +309,7 @@ class Harness:
             pages[:] = POISON
 
     def close(self) -> None:
-        """Shut down both roles, the worker first, as an executor does."""
+        """Shut down both roles, the worker first, as an executor does. An error of ours must not pass unseen."""
         self.connector.shutdown()
         self.scheduler.shutdown()
+        assert getattr(self.manager, "is_off", False) == self.expects_off, "see the log"

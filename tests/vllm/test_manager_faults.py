@@ -226,6 +226,87 @@ def test_a_store_that_cannot_be_opened_turns_offloading_off(engine: Engine, capl
     assert list(harness.manager.take_events()) == []
 
 
+# ---- errors of ours
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a bug of ours")
+
+
+def off_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "is OFF until the server is restarted" in record.message]
+
+
+@pytest.mark.parametrize("where", ["complete", "take_commands", "presence", "reserve", "commit", "touch"])
+def test_an_error_of_the_store_switches_kvdisk_off_and_the_engine_goes_on(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    harness = engine(FULL)
+    harness.serve([prompt(10, 1)])
+    harness.drop_gpu_cache()
+    harness.expects_off = True
+    monkeypatch.setattr(harness.manager._service.store, where, fail)
+    for _ in range(2):
+        outcomes = harness.serve([prompt(10, 1), prompt(12, 2), prompt(10, 3)])
+        assert [outcome.pages_wrong for outcome in outcomes] == [0, 0, 0]
+        harness.drop_gpu_cache()
+    assert len(off_lines(caplog)) == 1
+    assert not harness.manager.has_pending_work()
+    assert harness.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_what_was_called_a_hit_is_loaded_though_kvdisk_was_switched_off_meanwhile(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(engine(FULL))
+    request, other = desk.request(prompt(20)), desk.request(prompt(5, 1))
+    desk.put(request, desk.keys(request))
+    tokens = desk.resolve(request)
+    assert tokens == 20 * CHUNK
+    desk.harness.expects_off = True
+    monkeypatch.setattr(desk.store, "complete", fail)
+    monkeypatch.setattr(desk.store, "take_commands", fail)
+    assert desk.ask(other) == 0
+    assert desk.manager.is_off
+    units = {desk.store.resident(key).run.start for key in desk.keys(request)}
+    assert desk.load(request, tokens) == desk.keys(request)
+    desk.end_step()
+    assert {desk.store.resident(key).run.start for key in desk.keys(request)} == units
+    assert desk.ask(desk.request(prompt(20))) == 0
+
+
+@pytest.mark.parametrize("broken", [("complete",), ("take_commands",), ("reset",)])
+def test_a_reset_of_a_store_that_fails_is_durable_or_said_not_to_be(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
+) -> None:
+    harness = engine(FULL)
+    harness.serve([prompt(10, 1)])
+    harness.drop_gpu_cache()
+    harness.expects_off = True
+    with monkeypatch.context() as patch:
+        for name in broken:
+            patch.setattr(harness.manager._service.store, name, fail)
+        assert harness.scheduler.reset_prefix_cache(reset_connector=True)
+        assert harness.serve([prompt(10, 1)])[0][::2] == (0, 0), "nothing of before the reset is a hit"
+    assert "the reset is not durable" in caplog.text
+    assert len(off_lines(caplog)) == 1
+
+
+def test_a_reset_after_kvdisk_was_switched_off_is_durable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = engine(FULL)
+    harness.serve([prompt(10, 1)])
+    harness.drop_gpu_cache()
+    harness.expects_off = True
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.manager._service.store, "presence", fail)
+        harness.serve([prompt(10, 1)])
+        assert harness.manager.is_off
+    harness.drop_gpu_cache()
+    assert harness.scheduler.reset_prefix_cache(reset_connector=True)
+    harness.close()
+    assert engine(FULL).serve([prompt(10, 1)])[0][::2] == (0, 0)
+
+
 # ---- coming to rest
 
 
