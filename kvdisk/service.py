@@ -33,9 +33,10 @@ from kvdisk.units import format_size
 logger = logging.getLogger("kvdisk")
 
 CLOSE_S_MAX = 4.0
-"""Bound on `close`, three quarters of it to flush. vLLM kills an engine 5 s after it was told to end (`timeout` of
-`shutdown` in vllm/v1/utils.py), of which its workers take some first (`EngineCore.shutdown` in vllm/v1/engine/core.py);
-a container's grace period is longer (Kubernetes terminationGracePeriodSeconds, 30 s)."""
+"""Bound on `close`: at most three quarters of it to flush, and the rest for the plane to end. vLLM kills an engine 5 s
+after it was told to end (`timeout` of `shutdown` in vllm/v1/utils.py), of which its workers take some first
+(`EngineCore.shutdown` in vllm/v1/engine/core.py); a container's grace period is longer (Kubernetes
+terminationGracePeriodSeconds, 30 s)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Service:
         try:
             self.store = self._open(tenancy, alignment, unit_count, group_parts)
         except BaseException:
-            self._shut(opened=False)
+            self._shut(CLOSE_S_MAX / 4, opened=False)
             raise
 
     # ---- opening
@@ -273,19 +274,20 @@ class Service:
         """
         if self._closed or os.getpid() != self._pid:
             return True
+        ends_at = time.monotonic() + timeout_s
         try:
             flushed = self.drain(timeout_s * 0.75)
         finally:  # whatever goes wrong: the process and the locks are given back
-            self._shut(opened=True)
+            self._shut(max(ends_at - time.monotonic(), CLOSE_S_MAX / 4), opened=True)
         if not flushed:
             logger.warning("kvdisk closed with chunks unflushed; they will be recomputed")
         return flushed
 
-    def _shut(self, *, opened: bool) -> None:
+    def _shut(self, timeout_s: float, *, opened: bool) -> None:
         """Stop the data plane. If something hangs the locks stay with who hangs: writes that the kernel still has may
         land at any time, and nobody else may write there before. Who never opened says nothing of the last owner."""
         self._closed = True
-        idle = self.plane.close(CLOSE_S_MAX / 4)
+        idle = self.plane.close(timeout_s)
         for directory in self._directories:
             if idle:
                 directory.close(clean=opened or directory.closed_cleanly)

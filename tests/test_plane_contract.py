@@ -154,6 +154,16 @@ def test_close_is_idempotent_and_final(start: Start) -> None:
     assert start().get(b"unflushed") == value(b"unflushed", Rig.size), "close flushes"
 
 
+def test_a_plane_has_what_flushing_left_of_the_time_to_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long with much memory; where it does not end in time, its last segments are not written on."""
+    rig = start()
+    times: list[float] = []
+    close = rig.service.plane.close
+    monkeypatch.setattr(rig.service.plane, "close", lambda timeout_s: times.append(timeout_s) or close(timeout_s))
+    rig.service.close(100.0)
+    assert 50.0 < times[0] <= 100.0
+
+
 def test_what_the_engine_has_to_say_reaches_the_owners_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvdisk"):
         start(engine="posix")
