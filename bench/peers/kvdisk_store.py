@@ -6,7 +6,7 @@ from typing import Any
 
 from peer import Peer, serve
 
-from kvdisk.cli.bench_workload import Setup, Workload
+from kvdisk.cli.bench_workload import Setup, Workload, cpu_of
 
 
 class KVDisk(Peer):
@@ -47,6 +47,9 @@ class KVDisk(Peer):
             result = workload.run(workload.readers(depth))["read"]
         assert not result.errors, f"{result.errors} chunks failed"
         assert result.bytes == self._setup.chunk_count * self._setup.bs
+
+    def cpu(self) -> float:
+        return sum(cpu_of(self._workload.plane_pid))
 
     def close(self) -> None:
         self._workload.close()

@@ -102,9 +102,14 @@ class Peer:
     def measure(self, op: str) -> dict[str, float]:
         """Wall and CPU seconds of one pass."""
         self.before(op)
-        used, start = _cpu(), time.perf_counter()
+        used, start = self.cpu(), time.perf_counter()
         self.move(op)
-        return {"seconds": time.perf_counter() - start, "cpu": _cpu() - used}
+        return {"seconds": time.perf_counter() - start, "cpu": self.cpu() - used}
+
+    def cpu(self) -> float:
+        """Seconds of CPU so far, of every process that works for this peer."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
 
 
 def raw_file(peer: Peer) -> str:
@@ -146,11 +151,6 @@ def serve(peer: Peer) -> None:
         except Exception as error:  # told to the parent, which reports this peer as failed
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
-
-
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _memory(size: int, pages: str) -> tuple[memoryview, int]:

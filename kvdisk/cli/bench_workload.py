@@ -316,7 +316,7 @@ class Workload:
             result.iodepth += job.iodepth
         self.service.store.settled = []
         plane_pid = self.plane_pid
-        before, start = _cpu(plane_pid), time.monotonic_ns()
+        before, start = cpu_of(plane_pid), time.monotonic_ns()
         moved, moved_at, sampled_at = 0, start, start
         running = list(jobs)
         while running:
@@ -347,7 +347,7 @@ class Workload:
                 between()
             elif running and not any(issued):
                 self.service.wait(0.01)
-        after = _cpu(plane_pid)
+        after = cpu_of(plane_pid)
         self.service.store.settled = None
         for result in results.values():
             result.cpu_s = (after[0] - before[0], after[1] - before[1])
@@ -388,7 +388,7 @@ class Workload:
             self.write_all()
 
 
-def _cpu(plane_pid: int | None) -> tuple[float, float]:
+def cpu_of(plane_pid: int | None) -> tuple[float, float]:
     """Seconds of this process in user mode and in the kernel; the plane's own process, undivided, counts as user."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     # The kernel's number of a process's CPU clock: MAKE_PROCESS_CPUCLOCK in <linux/posix-timers.h>, as glibc has it.
