@@ -17,7 +17,6 @@ from kvdisk.cli.tiny_models import VOCABULARY
 from tests.vllm.config import connector
 from tests.vllm.e2e.engine import (
     DRAIN,
-    ONE_THREAD,
     OWN_PROCESS,
     RESET,
     RESET_CONNECTOR,
@@ -91,7 +90,7 @@ def test_data_parallel_engines_keep_to_their_shares_and_find_their_own_again(
         plan.write_text(json.dumps({"engine": engine_arguments(tiny_models_dir, engine), "prompts": asked}))
         command = [sys.executable, "-m", "tests.vllm.e2e.data_parallel", str(plan), str(result)]
         with (tmp_path / "log").open("w") as log:
-            environment = {**variables(tiny_models_dir), **ONE_THREAD, **OWN_PROCESS}
+            environment = {**variables(tiny_models_dir), **OWN_PROCESS}
             subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
         answers: list[list[dict[str, Any]]] = json.loads(result.read_text())
         return answers
