@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,35 @@ Entries = npt.NDArray[np.void]
 _HASH_HERE_BYTES = 512 << 10
 """A lone chunk up to this size is hashed on the loop: 9 us for 128 KiB, against 60 us for a thread's way and back."""
 
+_SHORT_BYTES, _SHORT_CHUNKS = 1 << 20, 64
+"""The most that a command may have to be hashed beside long ones and not behind them."""
+
 _HASH_BYTES_PER_S = 1e9
 _GIL_WAIT_S = 1e-3
 """A hash this much later than at a slow machine's speed has waited for the GIL; see `DataPlane._hash`."""
+
+
+class HashThreads(NamedTuple):
+    """Where commands are hashed; none of these threads touches a disk.
+
+    A queue each, as with transfers: what is read is waited for and does not queue behind packs, and a short one not
+    behind somebody's thousand chunks.
+    """
+
+    packs: Executor
+    reads: Executor
+    short: Executor
+
+    @classmethod
+    def start(cls) -> "HashThreads":
+        """Idle threads cost nothing, so each kind has its own; two keep up with any disk but a fast array."""
+        counts = zip(cls._fields, (2, 2, 1), strict=True)
+        return cls(*(ThreadPoolExecutor(count, thread_name_prefix=f"kvdisk-hash-{name}") for name, count in counts))
+
+    def close(self) -> None:
+        """Let them end with what they have."""
+        for threads in self:
+            threads.shutdown(wait=False)
 
 
 class Units(NamedTuple):
@@ -99,7 +125,7 @@ class DataPlane:
         self._call = call
         self._checksums = checksums
         self.bounce = BouncePool()
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvdisk-hash")  # these never touch a disk
+        self.threads = HashThreads.start()
         places = [(one.memory, one.start) for one in units]
         self.compression = Compression(places, alignment, checksums=checksums)
         self.files = OpenFiles(engine, timeout_s, call)
@@ -119,7 +145,7 @@ class DataPlane:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         self.files.close()
-        self.threads.shutdown(wait=False)
+        self.threads.close()
         self.compression.close()
         return not self._tasks
 
@@ -159,7 +185,7 @@ class DataPlane:
         if command.compress:
             await self._write_compressed(command, takes, completion)
             return
-        checksums = await self._checksums_of(command.chunks)
+        checksums = await self._checksums_of(command.chunks, self.threads.packs)
         entries = pack_entries(command.chunks, takes, checksums, header_bytes)
         await self._send_pack(command, pack_bytes, entries, self._spans(command.chunks), completion)
         completion.checksums = checksums
@@ -226,7 +252,7 @@ class DataPlane:
             return await self.compression.verify(items)
         if not self._checksums:
             return [True] * len(items)
-        found = await self._checksums_of(items)
+        found = await self._checksums_of(items, self.threads.reads)
         return [check == item.checksum for check, item in zip(found, items, strict=True)]
 
     def _spans(self, chunks: Sequence[PackChunk | ReadItem]) -> list[Span]:
@@ -249,13 +275,15 @@ class DataPlane:
             spans.append(Span(memory, start, end - start))
         return spans
 
-    async def _checksums_of(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
+    async def _checksums_of(self, chunks: Sequence[PackChunk | ReadItem], threads: Executor) -> list[int]:
         """Of the padded parts of each chunk, computed in a thread unless that costs more; zeros without checksums."""
         if not self._checksums:
             return [0] * len(chunks)
         if len(chunks) == 1 and sum(chunks[0].parts) <= _HASH_HERE_BYTES:
             return [layout.checksum_keeping_gil(*self._views(chunks[0]))]
-        return await asyncio.get_running_loop().run_in_executor(self.threads, self._hash, chunks)
+        if len(chunks) <= _SHORT_CHUNKS and sum([sum(chunk.parts) for chunk in chunks]) <= _SHORT_BYTES:
+            threads = self.threads.short
+        return await asyncio.get_running_loop().run_in_executor(threads, self._hash, chunks)
 
     def _hash(self, chunks: Sequence[PackChunk | ReadItem]) -> list[int]:
         """In a thread. Gives up the GIL for each chunk, unless others hold it for long when it wants it back.

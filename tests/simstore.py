@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdisk.bounce import BouncePool
 from kvdisk.commands import Command, Completion, SegmentFile
-from kvdisk.dataplane import DataPlane, Units
+from kvdisk.dataplane import DataPlane, HashThreads, Units
 from kvdisk.io.protocol import Memory
 from kvdisk.io.sim import Fault, SimDisk, SimEngine
 from kvdisk.io.transfer import Transfer
@@ -124,8 +124,8 @@ class SimStore:
             self._report,
             call=call_inline,
         )
-        self.plane.threads.shutdown()
-        self.plane.threads = InlineExecutor()  # type: ignore[assignment]
+        self.plane.threads.close()
+        self.plane.threads = HashThreads(InlineExecutor(), InlineExecutor(), InlineExecutor())
         self.plane.compression.close()
         self.plane.compression.pack_threads = self.plane.compression.verify_threads = InlineExecutor()
         self.plane.bounce = BouncePool(_memory)
