@@ -66,14 +66,15 @@ class _Layer:
         return self.spec
 
 
-def _plan(config: Any, specs: dict[str, Any], memory_bytes: int) -> Any:
-    """vLLM's own plan for one worker."""
+def plan(config: Any, specs: Sequence[dict[str, Any]], memory_bytes: int) -> list[Any]:
+    """vLLM's own plan for the workers that have these layers."""
+    sizes = [memory_bytes] * len(specs)
     try:
         from vllm.v1.core import kv_cache_planning as planning  # 0.33
     except ImportError:
-        return kv_cache_utils.get_kv_cache_configs(config, [specs], [memory_bytes])[0]
-    groups = planning.get_global_kv_cache_groups(config, [specs])
-    return planning.get_kv_cache_configs(config, [specs], [memory_bytes], groups)[0]
+        return list(kv_cache_utils.get_kv_cache_configs(config, list(specs), sizes))
+    groups = planning.get_global_kv_cache_groups(config, list(specs))
+    return list(planning.get_kv_cache_configs(config, list(specs), sizes, groups))
 
 
 class Harness:
@@ -127,7 +128,7 @@ class Harness:
 
     def _build(self, specs: dict[str, Any], memory_bytes: int, layout: str) -> None:
         """What EngineCore and the worker do at start, in their order: the worker's role exists before the manager."""
-        worker_kv = _plan(self.config, specs, memory_bytes)
+        worker_kv = plan(self.config, [specs], memory_bytes)[0]
         worker_kv.kv_cache_layout = layout
         kv = kv_cache_utils.generate_scheduler_kv_cache_config([worker_kv])
         groups = kv.kv_cache_groups

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tests.vllm.harness import POISON, Harness, _Layer
+from tests.vllm.harness import POISON, Harness, _Layer, plan
 
 
 class Rank:
@@ -75,8 +75,7 @@ class RanksHarness(Harness):
         )
 
     def _build(self, specs: dict[str, Any], memory_bytes: int, layout: str) -> None:
-        sizes = [memory_bytes] * len(self.specs)
-        worker_kvs = kv_cache_utils.get_kv_cache_configs(self.config, list(self.specs), sizes)
+        worker_kvs = plan(self.config, self.specs, memory_bytes)
         for worker_kv in worker_kvs:
             worker_kv.kv_cache_layout = layout
         kv = kv_cache_utils.generate_scheduler_kv_cache_config(worker_kvs)
