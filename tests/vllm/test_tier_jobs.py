@@ -169,7 +169,7 @@ def test_what_has_not_begun_is_dropped_with_its_request(start: Start, late: bool
     release()
     (result,) = results(tiers, 77)
     assert not result.success
-    assert list(result.successful_keys or ()) == keys[:READING_MAX]
+    assert sorted(result.successful_keys or ()) == sorted(keys[:READING_MAX])  # reads end in any order
     assert tiers.tier.stats()["loads_dropped"] == 100 - READING_MAX
     for row, key in enumerate(keys[:READING_MAX]):
         assert (tiers.region.rows[row] == content(key, ROW_BYTES)).all()
