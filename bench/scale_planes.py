@@ -22,7 +22,8 @@ from kvdisk import layout
 from kvdisk.commands import Command, Completion, ReadChunks, WritePack
 from kvdisk.index import Extent
 from kvdisk.plan import pack_size
-from kvdisk.store import Presence, Store, StoreConfig
+from kvdisk.store import Presence, Store
+from kvdisk.store_config import StoreConfig
 from kvdisk.units import MIB, UNIT_BYTES
 
 CHUNK_BYTES = MIB

@@ -27,7 +27,8 @@ from kvdisk.plane import Plane
 from kvdisk.plane.local import ThreadPlane
 from kvdisk.plane.remote import ProcessPlane
 from kvdisk.scan import decode_segment
-from kvdisk.store import SEGMENTS_MIN, Store, StoreConfig
+from kvdisk.store import Store
+from kvdisk.store_config import SEGMENTS_MIN, StoreConfig
 from kvdisk.units import format_size
 
 logger = logging.getLogger("kvdisk")

@@ -11,7 +11,7 @@ A chunk is in a slot (a resident), on disk (in the index), or both. What must ho
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum, auto
 from itertools import count
 from operator import attrgetter
@@ -30,13 +30,11 @@ from kvdisk.resident import Resident, State
 from kvdisk.rotation import SegmentConfig
 from kvdisk.segments import SegmentTable
 from kvdisk.slots import Slots
+from kvdisk.store_config import SEGMENTS_MIN, StoreConfig
 from kvdisk.units import UNIT_BYTES
 from kvdisk.writer import Writer
 
 _PREFIX_ORDER = attrgetter("group", "position")
-
-SEGMENTS_MIN = 3
-"""Segments a root needs: one being filled, one to read from, one to recycle."""
 
 
 class Change(Enum):
@@ -54,29 +52,6 @@ class Presence(Enum):
     READY = auto()  # in a slot, a hit
     PENDING = auto()  # in a slot, being stored or loaded
     ON_DISK = auto()  # needs a promotion
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """Sizes of a store.
-
-    segment_bytes, alignment: of all segments. segments_max: for each root. unit_count: of the arena, the same on every
-    rank. group_parts: live bytes of a chunk on each rank, by group; None if chunks have one part of any size. compress:
-    chunks that shrink enough are written so; what is read has been written either way.
-    """
-
-    fingerprint: bytes
-    segment_bytes: int
-    alignment: int
-    segments_max: tuple[int, ...]
-    unit_count: int
-    group_parts: dict[int, tuple[int, ...]] | None = None
-    compress: bool = False
-
-    @property
-    def chunk_bytes_max(self) -> int:
-        """Largest chunk: a pack of one must fit into a segment, and its slot must leave room for others."""
-        return min(self.segment_bytes // 4, self.unit_count * UNIT_BYTES // 4, LIVE_BYTES_MAX)
 
 
 class Store:

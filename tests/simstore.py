@@ -20,7 +20,8 @@ from kvdisk.io.sim import Fault, SimDisk, SimEngine
 from kvdisk.io.transfer import Transfer
 from kvdisk.resident import Resident
 from kvdisk.scan import Scanner
-from kvdisk.store import Presence, Store, StoreConfig
+from kvdisk.store import Presence, Store
+from kvdisk.store_config import StoreConfig
 from kvdisk.units import UNIT_BYTES, round_up
 
 T = TypeVar("T")

@@ -50,6 +50,7 @@ LAYERS = {
     "kvdisk.memory": 2,
     "kvdisk.io": 2,
     "kvdisk.store": 3,
+    "kvdisk.store_config": 3,
     "kvdisk.scan": 3,
     "kvdisk.compression": 3,
     "kvdisk.dataplane": 3,

@@ -25,7 +25,8 @@ from kvdisk.index import Extent, Index
 from kvdisk.layout import SegmentHeader
 from kvdisk.resident import Resident, State
 from kvdisk.segments import FAILURES_MAX, FULL_INTERVAL_S, PROBE_INTERVAL_S, SegmentState
-from kvdisk.store import Change, Presence, Store, StoreConfig
+from kvdisk.store import Change, Presence, Store
+from kvdisk.store_config import StoreConfig
 
 ALIGNMENT = 4096
 SEGMENT_BYTES = 256 << 10

@@ -9,9 +9,6 @@ What must hold: a chunk that did not get where it should is an error in the resu
 read was in memory before. Prints nothing.
 """
 
-import ctypes
-import fcntl
-import mmap
 import os
 import resource
 import shutil
@@ -25,9 +22,8 @@ from random import Random
 
 import numpy as np
 
+from kvdisk.cli.bench_memory import random_memory, random_shared_memory
 from kvdisk.dataplane import Units
-from kvdisk.io.protocol import Memory
-from kvdisk.memory import private_memory, shared_memory
 from kvdisk.options import default_segment_bytes, parse_options
 from kvdisk.plane.remote import ProcessPlane
 from kvdisk.resident import Resident
@@ -40,7 +36,6 @@ BATCH_BYTES = 16 * MIB
 
 STALL_S_MAX = 60.0
 SAMPLE_S = 0.1
-_MADV_NOHUGEPAGE = 15  # <asm-generic/mman-common.h>; the mmap module lacks it before Python 3.13
 
 
 @dataclass(frozen=True)
@@ -215,7 +210,11 @@ class Workload:
         self.written = 0  # chunks named so far
         self.in_flight: dict[bytes, tuple[Job, Resident, int]] = {}  # key -> whose, what, when asked for in ns
         try:
-            self.memory, memfds = _arena(setup)
+            if setup.data_plane == "thread":
+                self.memory, memfds = random_memory(setup.arena_bytes, setup.pages), []
+            else:
+                self.memory, memfd = random_shared_memory(setup.arena_bytes, setup.pages)
+                memfds = [memfd]
             capacity, segment = setup.capacity()
             options = parse_options(
                 {
@@ -394,47 +393,3 @@ def cpu_of(plane_pid: int | None) -> tuple[float, float]:
     # The kernel's number of a process's CPU clock: MAKE_PROCESS_CPUCLOCK in <linux/posix-timers.h>, as glibc has it.
     plane = 0.0 if plane_pid is None else time.clock_gettime((~plane_pid << 3) | 2)
     return used.ru_utime + plane, used.ru_stime
-
-
-def _arena(setup: Setup) -> tuple[Memory, list[int]]:
-    """The arena, full of random bytes; for a process also its descriptor."""
-    if setup.data_plane == "thread":
-        return random_memory(setup.arena_bytes, setup.pages), []
-    memory, fd = shared_memory(setup.arena_bytes) if setup.pages == "huge" else _small_shared_pages(setup.arena_bytes)
-    _fill(memory)
-    return memory, [fd]
-
-
-def random_memory(size: int, pages: str = "huge") -> Memory:
-    """Private memory full of random bytes, in transparent huge pages, or ("4k") kept from them for comparison."""
-    memory = private_memory(size) if pages == "huge" else _small_pages(size)
-    _fill(memory)
-    return memory
-
-
-def _fill(memory: Memory) -> None:
-    words = np.frombuffer(memory.view, np.uint64)
-    rng = np.random.default_rng(0)
-    step = 32 * MIB // 8
-    for start in range(0, len(words), step):
-        part = words[start : start + step]
-        part[:] = rng.integers(0, 1 << 63, len(part), np.uint64)
-
-
-def _small_pages(size: int) -> Memory:
-    return _mapped(-1, round_up(size, 2 * MIB), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _small_shared_pages(size: int) -> tuple[Memory, int]:
-    size = round_up(size, 2 * MIB)
-    fd = os.memfd_create("kvdisk-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return _mapped(fd, size, mmap.MAP_SHARED), fd
-
-
-def _mapped(fd: int, size: int, flags: int) -> Memory:
-    area = mmap.mmap(fd, size, flags=flags)
-    area.madvise(_MADV_NOHUGEPAGE)
-    view = memoryview(area)
-    return Memory(view, ctypes.addressof(ctypes.c_char.from_buffer(area)), "4 KiB")

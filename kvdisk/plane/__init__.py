@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from kvdisk.commands import Command, Completion, FoundSegment
 from kvdisk.directory import Directory
 from kvdisk.io.protocol import EngineInfo
-from kvdisk.store import StoreConfig
+from kvdisk.store_config import StoreConfig
 
 
 class Counts(NamedTuple):

@@ -17,7 +17,7 @@ from kvdisk.io.transfer import Transfer
 from kvdisk.options import Options
 from kvdisk.plane import Counts
 from kvdisk.scan import Scanner, Take
-from kvdisk.store import StoreConfig
+from kvdisk.store_config import StoreConfig
 
 logger = logging.getLogger("kvdisk")
 

@@ -19,7 +19,7 @@ from kvdisk.io.protocol import EngineInfo
 from kvdisk.options import Options
 from kvdisk.plane import Counts
 from kvdisk.plane.backend import Backend
-from kvdisk.store import StoreConfig
+from kvdisk.store_config import StoreConfig
 
 T = TypeVar("T")
 

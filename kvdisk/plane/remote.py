@@ -45,7 +45,7 @@ from kvdisk.plane.wire import (
     UnitsAt,
     WireError,
 )
-from kvdisk.store import StoreConfig
+from kvdisk.store_config import StoreConfig
 
 logger = logging.getLogger("kvdisk")
 

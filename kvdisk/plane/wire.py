@@ -19,7 +19,7 @@ from kvdisk.errors import KVDiskError
 from kvdisk.io.protocol import EngineInfo
 from kvdisk.options import Options
 from kvdisk.plane import Counts
-from kvdisk.store import StoreConfig
+from kvdisk.store_config import StoreConfig
 from kvdisk.units import MIB
 
 _LENGTH: Final = struct.Struct("<I")

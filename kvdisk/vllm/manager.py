@@ -5,9 +5,6 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 
 - HIT is said only of verified bytes in a pinned slot. A worker cannot report a failure (vLLM asserts success), so
   whatever can fail has failed before HIT.
-- Of an offer the longest prefix of positions is stored. A chunk left out is never offered again and orphans all behind
-  it, so a request that was cut stays cut until it is preempted; None ("offer it again") is said only when it can help
-  soon.
 - After a reset, slots of transfers that vLLM has forgotten are not reused before every rank says that they ended.
 - An error of ours ends no engine: offloading is off from then on, nothing is looked up or stored any more, and no slot
   is reused, so that what was called HIT before can still be loaded.
@@ -15,7 +12,7 @@ What must hold (each rule was read in vLLM's sources, or tried on its classes):
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,8 +31,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdisk.resident import Resident
 from kvdisk.service import Service
-from kvdisk.store import Presence
 from kvdisk.vllm import events
+from kvdisk.vllm.admission import Admission
 from kvdisk.vllm.guard import guarded, nothing
 from kvdisk.vllm.lookups import Lookups, group_of
 from kvdisk.vllm.metrics import StatsReporter
@@ -46,9 +43,6 @@ from kvdisk.vllm.share import Share
 from kvdisk.vllm.slots_spec import SlotsSpec
 
 logger = logging.getLogger("kvdisk")
-
-REFUSALS_MAX = 16
-"""Steps in a row that an offer is put off before the request is cut."""
 
 
 class KVDiskManager(OffloadingManager):
@@ -89,9 +83,6 @@ class KVDiskManager(OffloadingManager):
         self._group_ids = group_ids
         self._home = home
         self._blocks_per_chunk = blocks_per_chunk
-        self._store_threshold = store_threshold
-        self._max_tracker_size = max_tracker_size
-        self._offers: OrderedDict[bytes, int] = OrderedDict()
         self._reset_keeps_disk = reset_keeps_disk
         self._emit_events = emit_events
         self._clock = clock
@@ -104,6 +95,7 @@ class KVDiskManager(OffloadingManager):
         self._reporter = StatsReporter(self.stats)
         self._heard = 0  # pumps that brought news
         self.counters: Counter[str] = Counter()
+        self._admission = Admission(groups, self.counters, store_threshold, max_tracker_size)
 
     # ---- requests
 
@@ -214,21 +206,11 @@ class KVDiskManager(OffloadingManager):
         self._pump()
         request = self._requests[req_context.req_id]
         self._remember(keys, request, req_context)
-        new = self._new_chunks(keys, request, req_context, service)
-        if not new:
-            return self._output(())
-        already_counted = request.refused_step == lookups.step  # a step has many offers, of Mamba states one by one
-        may_put_off = already_counted or request.refusals < REFUSALS_MAX
-        cut_before = request.cut
-        must_wait = may_put_off and self._fits_soon(new, service)
-        accepted = {} if must_wait else self._reserve(new, request, service)
-        if not accepted and may_put_off:
-            request.refusals += not already_counted
-            request.refused_step = lookups.step
-            request.cut = cut_before
-            self.counters["stores_put_off"] += 1
+        accepted = self._admission.decide(keys, request, req_context, service.store, lookups.step)
+        if accepted is None:
             return None
-        request.refusals = 0
+        if not accepted:
+            return self._output(())
         ticket = self._next_ticket()
         for resident in accepted.values():
             for share in self._home:
@@ -241,53 +223,6 @@ class KVDiskManager(OffloadingManager):
             position = req_context.get_offload_key_position(key)
             if position is not None:
                 request.chain[group_of(key), position] = key
-
-    def _new_chunks(
-        self, keys: Iterable[OffloadKey], request: Request, req_context: ReqContext, service: Service
-    ) -> list[tuple[int, bytes]]:
-        """(position, key) of what is offered and neither here, nor cut off, nor offered too rarely; in prefix order."""
-        new: list[tuple[int, bytes]] = []
-        for key in dict.fromkeys(keys):
-            if service.store.presence(key) is not Presence.ABSENT:
-                service.store.touch(key)
-                continue
-            position = req_context.get_offload_key_position(key) or 0
-            if request.cut is not None and position >= request.cut:
-                self.counters["stores_cut"] += 1
-            elif self._store_threshold < 2 or self._offered_often(key, request):
-                new.append((position, key))
-        new.sort(key=lambda chunk: chunk[0])
-        return new
-
-    def _offered_often(self, key: bytes, request: Request) -> bool:
-        """Whether enough requests have offered it; one that is told to offer it again counts once."""
-        count = self._offers.pop(key, 0) + (key not in request.counted)
-        request.counted.add(key)
-        self._offers[key] = count
-        if len(self._offers) > self._max_tracker_size:
-            self._offers.popitem(last=False)
-        return count >= self._store_threshold
-
-    def _fits_soon(self, new: list[tuple[int, bytes]], service: Service) -> bool:
-        """Whether not all of it fits now, but will soon: waiting then cuts nothing."""
-        units = sum(self._groups.units[group_of(key)] for _, key in new)
-        return not service.store.can_reserve(units) and service.store.could_reserve(units)
-
-    def _reserve(self, new: list[tuple[int, bytes]], request: Request, service: Service) -> dict[bytes, Resident]:
-        accepted: dict[bytes, Resident] = {}
-        for position, key in new:
-            group = group_of(key)
-            parent = self._groups.parent_of(key, group, position, request.chain)
-            resident = service.store.reserve(key, group, service.store.parts_of(group), position, parent)
-            if resident is None:
-                request.cut = position
-                break
-            accepted[key] = resident
-        if request.cut is not None:  # a position is stored whole or not at all
-            for key in [key for key, resident in accepted.items() if resident.position >= request.cut]:
-                service.store.abandon(accepted.pop(key))
-            self.counters["stores_cut"] += len(new) - len(accepted)
-        return accepted
 
     @guarded(nothing)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

@@ -26,7 +26,7 @@ from kvdisk.dataplane import Units
 from kvdisk.directory import OVERHEAD_BYTES, check_room, segment_cost
 from kvdisk.geometry import INFO_FACT, RANK_FACT, Geometry
 from kvdisk.service import Service, Tenancy
-from kvdisk.store import SEGMENTS_MIN
+from kvdisk.store_config import SEGMENTS_MIN
 from kvdisk.units import MIB, UNIT_BYTES, format_size, round_up
 from kvdisk.vllm import rendezvous
 from kvdisk.vllm.certify import certify

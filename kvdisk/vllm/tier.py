@@ -40,7 +40,8 @@ from kvdisk.dataplane import Units
 from kvdisk.directory import OVERHEAD_BYTES, check_room, segment_cost
 from kvdisk.memory import private_memory, shared_memory
 from kvdisk.service import Service
-from kvdisk.store import SEGMENTS_MIN, Presence
+from kvdisk.store import Presence
+from kvdisk.store_config import SEGMENTS_MIN
 from kvdisk.units import UNIT_BYTES, format_size, round_up
 from kvdisk.vllm import events
 from kvdisk.vllm.metrics import StatsReporter, metric_definitions

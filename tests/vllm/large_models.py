@@ -7,6 +7,7 @@ Block sizes follow vLLM's rules on CUDA; the comments name the code they are fro
 import json
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -130,7 +131,7 @@ def deepseek_v4_flash(layer_count: int | None = None) -> LargeModel:
     specs: Specs = {}
     for i in range(layer_count or n["num_hidden_layers"]):
         specs[f"layers.{i}.swa_cache"] = window
-        ratio = 0 if i < 2 else 4 if i % 2 == 0 else 128
+        ratio = n["compress_ratios"][i]
         if ratio:
             specs[f"layers.{i}"] = MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **latent)
             specs[f"layers.{i}.compressor"] = compressor(ratio, n["head_dim"])
@@ -224,6 +225,23 @@ def deepseek_v3(layer_count: int | None = None) -> LargeModel:
     return LargeModel("deepseek-v3", specs, tp_size=8, replicated=True)
 
 
+def deepseek_v3_2(layer_count: int | None = None) -> LargeModel:
+    """As DeepSeek-V3, and an index in every layer: two page sizes in one group."""
+    n = numbers("deepseek-v3.2")
+    specs = deepseek_v3(layer_count).specs
+    index = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=n["index_head_dim"] + 4,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    specs = {name: replace(latent, is_index_group_leader=True) for name, latent in specs.items()}
+    specs |= {f"{name}.indexer.k_cache": index for name in specs}
+    return LargeModel("deepseek-v3.2", specs, tp_size=8, replicated=True)
+
+
 def llama_4_scout(layer_count: int | None = None) -> LargeModel:
     """Three layers of chunked local attention to one of full attention."""
     n = numbers("llama-4-scout")
@@ -238,6 +256,7 @@ LARGE_MODELS: dict[str, Callable[..., LargeModel]] = {
     "llama-3.1-8b": llama_3_1_8b,
     "gpt-oss-20b": gpt_oss_20b,
     "deepseek-v3": deepseek_v3,
+    "deepseek-v3.2": deepseek_v3_2,
     "llama-4-scout": llama_4_scout,
     "qwen3.6-35b-a3b": qwen3_6_35b_a3b,
     "nemotron-3-super-120b-a12b": nemotron_3_super,
@@ -255,6 +274,7 @@ PLANNED: dict[str, list[tuple[int, int, int]]] = {
     "llama-3.1-8b": [(16, 32, 32 * 16 * 2 * 8 * 128 * 2)],
     "gpt-oss-20b": [(16, 12, 12 * 16 * 2 * 8 * 64 * 2)] * 2,
     "deepseek-v3": [(64, 61, 61 * 64 * 576 * 2)],
+    "deepseek-v3.2": [(64, 122, 61 * 64 * 576 * 2 + 61 * 64 * 132)],
     "llama-4-scout": [(16, 12, 12 * 16 * 2 * 8 * 128 * 2)] * 4,
     "qwen3.6-35b-a3b": [(1056, 10, 10 * GDN_STATE)] * 3 + [(1056, 10, 10 * 1056 * 2 * 2 * 256 * 2)],
     "nemotron-3-super-120b-a12b": [(4160, 8, 8 * MAMBA_STATE)] * 5 + [(4160, 8, 8 * 4160 * 2 * 2 * 128 * 2)],

@@ -15,7 +15,8 @@ from kvdisk.commands import Completion, SealSegment, WritePack
 from kvdisk.geometry import Geometry
 from kvdisk.options import SEGMENT_BYTES_DEFAULT
 from kvdisk.plan import footprint, pack_size
-from kvdisk.store import SEGMENTS_MIN, Store, StoreConfig
+from kvdisk.store import Store
+from kvdisk.store_config import SEGMENTS_MIN, StoreConfig
 from kvdisk.units import MIB, UNIT_BYTES, round_up
 
 FIRST = 0  # number of the segment that is looked at

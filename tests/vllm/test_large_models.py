@@ -32,6 +32,7 @@ ROUND_TRIPS = {
     "llama-3.1-8b": (None, 100, 96),
     "gpt-oss-20b": (None, 300, 288),
     "deepseek-v3": (None, 300, 256),
+    "deepseek-v3.2": (None, 300, 256),
     "llama-4-scout": (12, 100, 96),
     "qwen3.6-35b-a3b": (8, 2200, 2112),
     "nemotron-3-super-120b-a12b": (17, 4200, 4160),

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from kvdisk.store import Presence
+from kvdisk.vllm.admission import REFUSALS_MAX
 from kvdisk.vllm.lookups import group_of
-from kvdisk.vllm.manager import REFUSALS_MAX
 from kvdisk.vllm.share import POISONED
 from tests.vllm.desk import Desk
 from tests.vllm.harness import Harness
@@ -190,7 +190,7 @@ def test_the_memory_for_offers_is_bounded(engine: Engine) -> None:
     desk = Desk(engine(FULL, {"store_threshold": 3, "max_tracker_size": 10}))
     request = desk.request(prompt(50))
     assert offer(desk, request, desk.keys(request)) == []
-    assert len(desk.manager._offers) == 10
+    assert len(desk.manager._admission.offers) == 10
 
 
 # ---- what is incomplete
