@@ -28,8 +28,10 @@ from kvdisk.stats import WriterStats
 PACK_BYTES_MAX = 32 << 20
 """Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
 
-PACKS_INFLIGHT = 2
-"""A root: one pack is being hashed while another is on its way; what waits meanwhile makes the next pack larger."""
+PACKS_INFLIGHT = 3
+"""A root: one pack is on its way, one is hashed for the time after, and one covers what the two planes take to hear of
+each other. With two the disk had nothing to do for a tenth to a fifth of the time (docs/performance.md); what waits
+meanwhile makes the next pack larger."""
 
 
 class Writer:

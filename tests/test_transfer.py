@@ -443,24 +443,37 @@ async def test_writes_are_never_starved_by_reads(memory):
     assert reads
 
 
-async def test_writes_leave_three_quarters_of_the_bytes_in_flight_to_reads_if_there_are_any(memory):
+async def test_writes_have_two_pieces_in_flight_while_something_is_read_else_all(memory):
     rig = Rig(memory, [Fault("write", never=True, count=1000)], inflight_bytes_max=MIB)
     write = asyncio.ensure_future(rig.transfer.write(rig.fd, 0, [rig.span(0, 4 * MIB)]))
     await turns(10)
     assert rig.transfer.inflight_bytes == MIB, "all where there are none"
-    read = asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(4 * MIB, MIB)]))
+    read = asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(4 * MIB, 64 * KIB)]))
     await turns(1)
     rig.engine.release()
     await read
-    rig.engine.faults = ()
     for _ in range(3):
         rig.engine.faults = (Fault("write", never=True, count=1000),)
         rig.engine.release()
         await turns(5)
-        assert rig.transfer.inflight_bytes == MIB // 4, "for some megabytes after the last read, too"
+        assert rig.transfer.inflight_bytes == 2 * 64 * KIB, "for some megabytes after the last read, too"
     rig.engine.faults = ()
     rig.engine.release()
     await write
+
+
+async def test_beside_much_that_is_read_writes_have_a_quarter_of_the_bytes_in_flight(memory):
+    rig = Rig(memory, [Fault("read", never=True, count=1000)], inflight_bytes_max=MIB)
+    read = asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(0, 768 * KIB)]))
+    await turns(5)
+    assert rig.transfer.inflight_bytes == 768 * KIB
+    rig.engine.faults = (Fault("write", never=True, count=1000),)
+    write = asyncio.ensure_future(rig.transfer.write(rig.fd, 0, [rig.span(MIB, MIB)]))
+    await turns(5)
+    assert rig.transfer.inflight_bytes == MIB
+    rig.engine.faults = ()
+    rig.engine.release()
+    await asyncio.gather(read, write)
 
 
 def order_of(rig, jobs):
@@ -496,7 +509,7 @@ async def test_a_long_transfer_gets_half_of_the_bytes_beside_any_number_of_short
     await asyncio.gather(*shorts)
 
 
-async def test_long_reads_leave_half_of_the_bytes_in_flight_to_short_ones(memory):
+async def test_long_reads_have_four_pieces_in_flight_while_there_are_short_ones_else_all(memory):
     rig = Rig(memory, [Fault("read", never=True, count=1000)], inflight_bytes_max=MIB)
     tasks = [asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(0, 4 * MIB)]))]
     await turns(5)
@@ -505,7 +518,7 @@ async def test_long_reads_leave_half_of_the_bytes_in_flight_to_short_ones(memory
     await turns(1)
     rig.engine.release()
     await turns(5)
-    assert rig.transfer.inflight_bytes == MIB // 2 + 16 * KIB
+    assert rig.transfer.inflight_bytes == 4 * 64 * KIB + 16 * KIB
     rig.engine.faults = ()
     rig.engine.release()
     await asyncio.gather(*tasks)

@@ -3,15 +3,16 @@
 - At most `inflight_bytes_max` bytes and `iodepth` pieces are in flight.
 - Reads go before writes: a request waits for a read, nobody waits for a write. Writes never starve: after
   `_READ_PIECES_A_WRITE` pieces' worth of reads have overtaken a waiting write, one piece of a write goes.
-- Within a direction, short transfers go before long ones: a request that wants one chunk does not wait for another's
-  thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES` ahead, each gets
+- Within a direction, short transfers, of one piece, go before long ones: a request that wants one chunk does not wait
+  for another's thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES` ahead, each gets
   half of the bytes.
 - Otherwise transfers go in the order they came.
 
-A read's latency is made of what it meets in the device. So while there are reads, writes get a quarter of the bytes in
-flight, else all: files that were never written before need them (docs/performance.md), and only the first read after a
-while meets them. And while there are short reads, long ones get half, else all. "While" is told by bytes, not by a
-clock: until `_QUIET_TIMES` what may be in flight was issued since the last one.
+A read's latency is made of what it meets in the device. So while there are reads, writes have two pieces in flight, or
+where more is being read a quarter of all, else everything: files that were never written before need it
+(docs/performance.md), and only the first read after a while meets it. And while there are short reads, long ones have
+four pieces in flight, which keep a disk busy, else everything. "While" is told by bytes, not by a clock: until
+`_QUIET_TIMES` what may be in flight was issued since the last one.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from kvdisk.io.protocol import Op, OpKind, Span
 
 _READ_PIECES_A_WRITE: Final = 16
 _LEAD_PIECES: Final = 2
-_SHORT_FRACTION: Final = 4  # of a piece: what a transfer may have in all to be short
+_WRITE_PIECES_BESIDE_READS: Final = 2
+_LONG_PIECES_BESIDE_SHORT: Final = 4
 _QUIET_TIMES: Final = 4
 
 
@@ -158,7 +160,7 @@ class Order:
         if job.kind is OpKind.WRITE:
             self.write_queue_bytes += job.total
             lanes = self._writes
-        job.short = job.total <= self._piece_bytes // _SHORT_FRACTION
+        job.short = job.total <= self._piece_bytes
         (lanes.short if job.short else lanes.long).append(job)
 
     def take(self) -> list[Piece]:
@@ -192,16 +194,18 @@ class Order:
         job.pieces.clear()
 
     def _next(self) -> Job | None:
-        limit = self._inflight_bytes_max
+        most = self._inflight_bytes_max
+        room = most
         if self._issued_bytes - self._short_read_at < self._quiet_bytes:
-            limit //= 2
-        read = self._reads.first(max(self._piece_bytes, limit) - self._long_read_inflight_bytes)
+            room = min(most, _LONG_PIECES_BESIDE_SHORT * self._piece_bytes)
+        read = self._reads.first(room - self._long_read_inflight_bytes)
         if not self.write_queue_bytes:
             return read
-        share = self._inflight_bytes_max
+        room = most
         if self._issued_bytes - self._read_at < self._quiet_bytes:
-            share //= 4
-        room = max(self._piece_bytes, share) - self._write_inflight_bytes
+            reading = self.inflight_bytes - self._write_inflight_bytes
+            room = min(most, max(_WRITE_PIECES_BESIDE_READS * self._piece_bytes, reading // 3))
+        room -= self._write_inflight_bytes
         write = self._writes.first(room)
         if write is not None and write.pieces[0].length > room:
             write = None

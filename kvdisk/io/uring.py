@@ -167,7 +167,7 @@ class UringEngine(FileCalls):
     # --- submission
 
     def submit(self, ops: Sequence[Op]) -> None:
-        """Start `ops`: one system call for all that fit; inside a `done`, one for the whole batch of completions."""
+        """Start `ops`, as many as fit; inside a `done`, after all of the batch of completions."""
         ring = self._ring
         if ring is None:
             raise RuntimeError("engine is not started, or closed")
@@ -191,17 +191,21 @@ class UringEngine(FileCalls):
         return _Flight(op, flat, index)
 
     def _flush(self) -> None:
-        """Prepare queued flights up to the depth and submit them."""
+        """Submit queued flights up to the depth, each by itself: what is submitted together the kernel merges where it
+        touches on the disk, and some disks take the larger requests more slowly."""
         ring, queue, inflight = self._ring, self._queue, self._inflight
         if ring is None:
             return
-        while queue and len(inflight) < self.iodepth and not self._broken:
-            token = next(self._tokens)
-            if not self._prepare(ring, token, queue[0]):
-                break  # what is ahead was not taken by the kernel yet
-            inflight[token] = queue.popleft()
+        waiting = 0
         try:
-            waiting = 0 if self._broken else ring.submit()
+            if not self._broken:
+                waiting = ring.submit()  # what was not taken last time
+            while queue and not waiting and len(inflight) < self.iodepth and not self._broken:
+                token = next(self._tokens)
+                if not self._prepare(ring, token, queue[0]):
+                    break
+                inflight[token] = queue.popleft()
+                waiting = ring.submit()
         except OSError as error:
             if error.errno not in _TRANSIENT:
                 self._give_up(error)
@@ -254,7 +258,7 @@ class UringEngine(FileCalls):
     # --- completion
 
     def _on_ready(self) -> None:
-        """Reap, tell the owners, and submit in one call what they and the queue have next."""
+        """Reap, tell the owners, and submit what they and the queue have next."""
         ring = self._ring
         if ring is None:
             return
