@@ -27,8 +27,8 @@ from kvdisk.io.protocol import Engine, OpKind, Span
 from kvdisk.io.spans import cut, merged, skip
 
 PIECE_BYTES: Final = 1 << 20
-"""Of an op. Larger ones cost a little less CPU and reach disks as larger requests, which some take more slowly: a virtio
-disk by 12 to 20 % at 4 MiB (docs/performance.md)."""
+"""Of an op. Larger ones cost a little less CPU and reach the disk as larger requests, which some take more slowly: a
+virtio disk by 15 to 20 % at 4 MiB (docs/performance.md)."""
 
 _TRIES_MAX: Final = 8
 _BACK_OFF_S: Final = 0.001  # doubled at each try: a quarter of a second in all
