@@ -74,7 +74,8 @@ class Slots:
     def pin(self, resident: Resident) -> None:
         """Keep the slot until the matching `unpin`."""
         resident.pins += 1
-        self._arena.note(resident.run)
+        if resident.run.takeable:
+            self._arena.note(resident.run)
 
     def unpin(self, resident: Resident) -> None:
         """Undo one `pin`."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext, TierFilter
 
 from kvdisk.resident import Resident
-from kvdisk.store import Presence, Store
+from kvdisk.store import Store
 from kvdisk.vllm.requests import NEVER, Groups, Request
 
 NO_SLOT_S_MAX = 10.0
@@ -147,24 +147,23 @@ class Lookups:
         store = self.store
         if key in request.pins:
             self._unpin(key, request)
-        presence = store.presence(key)
-        if presence is Presence.ABSENT:
+        resident = store.resident(key)
+        if resident is None and key not in store.index:
             self._counters["misses"] += 1
             return LookupResult.MISS
-        if not self._allowed(key, req_context.load_tier_filter):
+        if req_context.load_tier_filter is not TierFilter.ALL and not self._allowed(key, req_context.load_tier_filter):
             return LookupResult.MISS
-        position = _position(key, req_context)
-        if self._over_budget(group_of(key), position, request):
+        group = group_of(key) if resident is None else resident.group
+        if not self._has_budget(group, request) and not self._make_budget(group, _position(key, req_context), request):
             self._counters["misses_over_budget"] += 1
             return LookupResult.MISS
-        resident = store.resident(key)
         if resident is None:
-            resident = self._promote(key, position, request)
+            resident = self._promote(key, _position(key, req_context), request)
         elif resident not in self._held and self._held_units + resident.run.units > self._groups.held_max:
             resident = None
         if resident is None:
-            return self._no_slot(request, self._groups.units[group_of(key)])
-        store.touch(key)
+            return self._no_slot(request, self._groups.units[group])
+        resident.used = True
         self._pin(key, resident, request)
         if resident.is_hit:
             self._counters["hits"] += 1
@@ -232,25 +231,30 @@ class Lookups:
 
     # ---- pins
 
-    def _over_budget(self, group: int, position: int, request: Request) -> bool:
+    def _has_budget(self, group: int, request: Request) -> bool:
+        """Whether the request may pin one more slot of this group."""
         groups = self._groups
-        spare = groups.budget[group] - groups.units[group]
-        if request.pinned_units.get(group, 0) <= spare:
+        return request.pinned_units.get(group, 0) <= groups.budget[group] - groups.units[group]
+
+    def _make_budget(self, group: int, position: int, request: Request) -> bool:
+        """Let go of pins of a window that ended elsewhere, which are of no use any more; whether that made room."""
+        if group not in self._groups.windows:
             return False
-        if group in groups.windows:  # pins of a window that ended elsewhere are of no use any more
-            reach = groups.window_tokens(group)
-            for key, resident in list(request.window_pins[group].items()):
-                if abs(resident.position - position) >= reach:
-                    self._unpin(key, request)
-        return request.pinned_units.get(group, 0) > spare
+        reach = self._groups.window_tokens(group)
+        for key, resident in list(request.window_pins[group].items()):
+            if abs(resident.position - position) >= reach:
+                self._unpin(key, request)
+        return self._has_budget(group, request)
 
     def hold(self, resident: Resident) -> None:
         """Keep a slot until `let_go`; it counts against what waiting requests may pin."""
         self.store.pin(resident)
-        count = self._held.get(resident, 0)
-        self._held[resident] = count + 1
-        if count == 0:
+        count = self._held.get(resident)
+        if count is None:
+            self._held[resident] = 1
             self._held_units += resident.run.units
+        else:
+            self._held[resident] = count + 1
 
     def let_go(self, resident: Resident) -> None:
         """Undo one `hold`."""
@@ -275,11 +279,13 @@ class Lookups:
     def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
         self.hold(resident)
         group = resident.group
+        pinned = request.pinned_units
+        pinned[group] = pinned.get(group, 0) + self._groups.units[group]
+        if not request.pins:
+            self._waiting[request.req_id] = request
         request.pins[key] = resident
-        request.pinned_units[group] = request.pinned_units.get(group, 0) + self._groups.units[group]
         if group in self._groups.windows:
             request.window_pins.setdefault(group, {})[key] = resident
-        self._waiting[request.req_id] = request
 
     def _unpin(self, key: bytes, request: Request) -> None:
         resident = request.pins.pop(key)

@@ -167,7 +167,6 @@ class KVDiskManager(OffloadingManager):
             assert resident is not None, f"load of {key.hex()}, which is not here"
             assert resident.is_hit, f"load of {key.hex()}, which is not complete"
             lookups.hold(resident)
-            lookups.store.touch(key)
             residents.append(resident)
         self._remember(keys, request, req_context)
         self._release(request)
@@ -190,10 +189,12 @@ class KVDiskManager(OffloadingManager):
 
     @guarded(nothing)
     def _end_load(self, ticket: int, keys: set[bytes], residents: list[Resident]) -> None:
-        assert self._lookups is not None
-        self._lookups.end_load(ticket, keys)
+        lookups = self._lookups
+        assert lookups is not None
+        lookups.end_load(ticket, keys)
         for resident in residents:
-            self._lookups.let_go(resident)
+            lookups.store.touch(resident.key)
+            lookups.let_go(resident)
 
     # ---- stores
 

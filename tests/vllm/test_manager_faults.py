@@ -298,7 +298,7 @@ def test_a_reset_after_kvdisk_was_switched_off_is_durable(engine: Engine, monkey
     harness.drop_gpu_cache()
     harness.expects_off = True
     with monkeypatch.context() as patch:
-        patch.setattr(harness.manager._service.store, "presence", fail)
+        patch.setattr(harness.manager._service.store, "resident", fail)
         harness.serve([prompt(10, 1)])
         assert harness.manager.is_off
     harness.drop_gpu_cache()
