@@ -38,7 +38,9 @@ class Requirement(NamedTuple):
 
 REQUIREMENTS = (
     Requirement("load", "load bandwidth, one request and many", ">= 0.97 x fio at its best", "compare"),
+    Requirement("load wide", "the same with as much memory for fio", ">= 0.97 x fio", "compare"),
     Requirement("store", "store bandwidth, fresh and recycled", ">= 0.95 x fio at its best", "compare"),
+    Requirement("store wide", "the same with as much memory for fio", ">= 0.95 x fio", "compare"),
     Requirement("small chunks", "bandwidth at 128 KiB chunks", ">= 0.9 x that at 8 MiB", "compare"),
     Requirement("cpu", "CPU on huge pages, no checksums", "<= 0.03 s/GiB, 0.06 at 128 KiB", "compare"),
     Requirement("cpu checksums", "CPU with checksums", "+ 1.2 plain reads of the bytes", "compare"),

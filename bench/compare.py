@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bars
-from comparison import BARE, FIO, FS, KVDISK, OPS, Measured, Pair, Samples, verdicts
+from comparison import BARE, FIO, FS, KVDISK, OPS, WIDE, Measured, Pair, Samples, verdicts
 from contestants import Case, Contestant, Fio, ProcessContestant, Sample, huge_page_pool
 from environments import PEERS, AbsentError, PeerSpec, command
 from table import markdown, plot
@@ -41,7 +41,9 @@ from kvdisk.units import GIB, KIB, MIB, format_size, parse_size
 HERE = Path(__file__).parent
 SIZES = (128 * KIB, MIB, 8 * MIB)
 FULL_SIZES = (128 * KIB, 512 * KIB, MIB, 2 * MIB, 8 * MIB, 16 * MIB)
-NEAREST = frozenset({FIO, KVDISK, BARE, FS})
+NEAREST = frozenset({FIO, WIDE, KVDISK, BARE, FS})
+BUFFER_BYTES = 512 * MIB
+"""Of every contestant's memory but fio's at its best; see BUFFER_BYTES in peers/peer.py."""
 
 SLOW_S = 5.0
 """Who needs longer for a pass is measured in one round of a case, so that the others get their five in time."""
@@ -77,7 +79,6 @@ def plans(total: int, full: bool) -> Iterator[Plan]:
 def pair_plans(total: int) -> Iterator[tuple[str, Case, Case]]:
     """kvdisk against itself."""
     yield "128 KiB chunks over 8 MiB ones", Case(SIZES[0], total), Case(SIZES[2], total)
-    yield "32 requests over one alone", Case(MIB, total, requests=32), Case(MIB, total)
     yield "4 KiB pages over huge ones", Case(MIB, total, pages="4k"), Case(MIB, total)
 
 
@@ -102,7 +103,11 @@ class Comparison:
     @property
     def fio_settings(self) -> dict[str, str]:
         """What was found best."""
-        return next((one.settings() for one in self._contestants if isinstance(one, Fio)), {})
+        found: dict[str, str] = {}
+        for one in self._contestants:
+            if isinstance(one, Fio):
+                found |= {f"{one.name}, {what}": settings for what, settings in one.settings().items()}
+        return found
 
     def run(self) -> None:
         """Everything."""
@@ -129,7 +134,7 @@ class Comparison:
 
     def _start(self, spec: PeerSpec, ends: ExitStack, name: str = "") -> Contestant:
         if not spec.script:
-            return Fio()
+            return Fio(spec.name, BUFFER_BYTES if spec.name == WIDE else 0)
         logs = self.arguments.env_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         words = command(spec, self.arguments.env_dir, self.arguments.vllm_python)
@@ -307,7 +312,7 @@ def main() -> None:
         print(f"{name:>20}: {value}")
     run = Comparison(arguments, root)
     try:
-        with huge_page_pool(512 * MIB) as pool:
+        with huge_page_pool(BUFFER_BYTES + 64 * MIB) as pool:
             print(f"{'huge pages':>20}: {pool}")
             run.run()
     finally:

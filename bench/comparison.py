@@ -8,7 +8,8 @@ from bars import Bar, at_least, at_most, quoted, reported
 from contestants import MIB, Case, Sample
 
 Samples = dict[str, dict[str, list[Sample]]]  # contestant -> "store" or "load" -> one a round
-KVDISK, BARE, FIO, FS = "kvdisk", "kvdisk no checksums", "fio best", "vLLM fs tier"
+KVDISK, BARE, FS = "kvdisk", "kvdisk no checksums", "vLLM fs tier"
+FIO, WIDE = "fio best", "fio, much memory"
 HASH_READS_MAX = 1.2  # of plain reads of the same bytes, for checksums
 SMALL = 128 << 10
 OPS = ("store", "load")
@@ -73,6 +74,8 @@ def _against_fio(case: Case, samples: Samples) -> Iterator[Bar]:
         for name in (KVDISK, BARE):
             if found := _both(samples, name, FIO, op):
                 yield at_least(op, f"{op}, {name} over fio", case, bar, ratios(*found))
+            if found := _both(samples, name, WIDE, op):
+                yield at_least(f"{op} wide", f"{op}, {name} over fio with as much memory", case, bar, ratios(*found))
 
 
 def _cpu_bars(one: Measured) -> Iterator[Bar]:
@@ -103,7 +106,7 @@ def _against_fs_tier(case: Case, samples: Samples) -> Iterator[Bar]:
 
 def _against_others(case: Case, samples: Samples) -> Iterator[Bar]:
     for other in samples:
-        if other in (KVDISK, BARE, FIO, FS):
+        if other in (KVDISK, BARE, FIO, WIDE, FS):
             continue
         for op in OPS:
             if found := _both(samples, KVDISK, other, op):

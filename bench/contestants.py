@@ -87,11 +87,17 @@ class ProcessContestant:
 
 
 class Fio:
-    """fio at its best here: engine, fixed buffers, memory and depth are tried for each chunk size and direction."""
+    """fio at its best here: engine, fixed buffers, memory and depth are tried for each chunk size and direction.
 
-    name = "fio best"
+    Args:
+        buffer_bytes: 0, or at least as much memory as this. fio needs no more than what is in flight, a few megabytes
+            that stay in a processor's caches where the disk is one that copies; whoever keeps what was read, needs all
+            of it. So there is a second fio, with as much memory as everybody else.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, buffer_bytes: int = 0) -> None:
+        self.name = name
+        self._buffer_bytes = buffer_bytes
         if shutil.which("fio") is None:
             raise AbsentError("not installed (apt-get install fio)")
         self._best: dict[tuple[int, str, str], tuple[str, ...]] = {}
@@ -145,12 +151,15 @@ class Fio:
         return {f"{rw} {bs >> 10} KiB, {pages} pages": " ".join(s) for (bs, pages, rw), s in self._best.items()}
 
     def _settings(self, case: Case) -> Iterator[tuple[str, ...]]:
+        depths: tuple[int, ...]
         engines = (("--ioengine=io_uring", "--fixedbufs=0"), ("--ioengine=io_uring", "--fixedbufs=1"),
                    ("--ioengine=libaio",))  # fmt: skip
         memory = ["--mem=malloc"]
         if case.pages == "huge" and _free_huge_bytes() >= 64 * case.bs:
             memory.append("--mem=mmaphuge")
         depths = (32, 64) if case.bs < MIB else (8, 32)
+        if self._buffer_bytes:
+            depths = (self._buffer_bytes // case.bs,)
         for engine, mem, depth in itertools.product(engines, memory, depths):
             if mem == "--mem=malloc" or _free_huge_bytes() >= depth * case.bs:
                 yield (*engine, mem, f"--iodepth={depth}")

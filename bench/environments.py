@@ -32,6 +32,7 @@ class PeerSpec:
 
 PEERS = (
     PeerSpec("fio best", ""),
+    PeerSpec("fio, much memory", ""),
     PeerSpec("kvdisk", "kvdisk_store.py", ("on", "auto", "process")),  # as vLLM runs it
     PeerSpec("kvdisk no checksums", "kvdisk_store.py", ("off", "auto", "process")),
     PeerSpec("vLLM fs tier", "fs_tier.py", environment="vllm"),

@@ -16,7 +16,7 @@ def markdown(report: dict[str, Any], measured: Sequence[Measured], pairs: Sequen
     lines += [f"- {name}: {value}" for name, value in report["environment"].items()]
     lines += [f"- absent: {name} ({why})" for name, why in report["absent"].items()]
     lines += [f"- failed: {name} ({why})" for name, why in report["failed"].items()]
-    lines += [f"- fio's best, {what}: `{settings}`" for what, settings in report["fio settings"].items()]
+    lines += [f"- {what}: `{settings}`" for what, settings in report["fio settings"].items()]
     lines += ["", "MB/s: median [least..most] of the rounds. CPU: s/GiB, whole process. Ratio: kvdisk over the peer, "
               "round by round.", ""]  # fmt: skip
     for one in measured:

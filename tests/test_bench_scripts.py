@@ -251,11 +251,21 @@ def test_a_script_that_fails_or_takes_too_long_says_so_in_its_rows(tmp_path, mon
 # ---- peers
 
 
+def test_a_second_fio_has_as_much_memory_as_everybody_else(monkeypatch):
+    monkeypatch.setattr(contestants.shutil, "which", lambda _: "fio")
+    monkeypatch.setattr(contestants, "_free_huge_bytes", lambda: GIB)
+    fio = contestants.Fio("fio, much memory", 512 * MIB)
+    for bs in (128 << 10, MIB, 8 * MIB):
+        found = list(fio._settings(contestants.Case(bs=bs, total=GIB)))
+        assert {settings[-1] for settings in found} == {f"--iodepth={512 * MIB // bs}"}
+        assert any("--mem=mmaphuge" in settings for settings in found)
+
+
 def test_fio_goes_on_with_other_memory_when_the_huge_pages_are_gone(tmp_path, monkeypatch):
     contestants = module("contestants")
     monkeypatch.setattr(contestants.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(contestants, "_free_huge_bytes", lambda: GIB)
-    fio, pool = contestants.Fio(), [True]
+    fio, pool = contestants.Fio("fio best"), [True]
 
     def one_pass(rw, settings):
         if "--mem=mmaphuge" in settings and not pool:

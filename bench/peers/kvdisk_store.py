@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peer import Peer, serve
+from peer import BUFFER_BYTES, Peer, serve
 
 from kvdisk.cli.bench_workload import Setup, Workload, cpu_of
 
@@ -24,6 +24,7 @@ class KVDisk(Peer):
             engine=sys.argv[2],
             checksums=sys.argv[1] == "on",
             pages=case["pages"],
+            arena_bytes=BUFFER_BYTES,
             segment_bytes=128 << 20,
             data_plane=sys.argv[3],
         )
