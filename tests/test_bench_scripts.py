@@ -252,6 +252,7 @@ def test_a_script_that_fails_or_takes_too_long_says_so_in_its_rows(tmp_path, mon
 
 
 def test_a_second_fio_has_as_much_memory_as_everybody_else(monkeypatch):
+    contestants = module("contestants")
     monkeypatch.setattr(contestants.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(contestants, "_free_huge_bytes", lambda: GIB)
     fio = contestants.Fio("fio, much memory", 512 * MIB)
