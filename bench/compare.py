@@ -45,7 +45,7 @@ NEAREST = frozenset({FIO, WIDE, KVDISK, BARE, FS})
 BUFFER_BYTES = 512 * MIB
 """Of every contestant's memory but fio's at its best; see BUFFER_BYTES in peers/peer.py."""
 
-SLOW_S = 5.0
+SLOW_S = 2.5
 """Who needs longer for a pass is measured in one round of a case, so that the others get their five in time."""
 
 DISK_PASSES = 32

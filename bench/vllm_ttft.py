@@ -57,6 +57,7 @@ BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 4
 TOTAL_TOKENS = 16  # generated, for the total time
 SEQUENCES, DECODED = 4, 128
 STEP_TOKENS = 1024
+DECODE_PASSES, STORE_PASSES = 14, 8  # a round: a pass of either arm differs from the last by 10 to 20 % here
 DECODE_CHANGE_MAX = 2.0  # percent
 
 Samples = dict[str, dict[int, list[tuple[float, float]]]]  # arm -> prompt tokens -> (TTFT s, total s) of each round
@@ -282,8 +283,8 @@ def main() -> None:
         with arms(work) as talkers:
             first = first_tokens(talkers, work, arguments.rounds, arguments.full)
             print("\n".join(["", *seconds_table(first), ""]), flush=True)
-            decoded = decode(talkers, 5 * arguments.rounds * (3 if arguments.full else 1))
-            stores = store_steps(talkers, 3 * arguments.rounds)
+            decoded = decode(talkers, DECODE_PASSES * arguments.rounds * (3 if arguments.full else 1))
+            stores = store_steps(talkers, STORE_PASSES * arguments.rounds)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     head["load average after"] = f"{os.getloadavg()[0]:.2f}"
