@@ -153,6 +153,7 @@ class Ring:
         self._large: list[Vector] = []
         self._completions: deque[tuple[int, int]] = deque()
         self._open = False
+        self._prepared = 0  # requests that the kernel has not taken
         self.eventfd = -1
         self._ring = self._set_up(iodepth)
         self._open = True
@@ -214,6 +215,7 @@ class Ring:
         else:
             lib.io_uring_prep_readv_fixed(sqe, fd, vector.iovec, buffer_index, offset)
         sqe.user_data = token
+        self._prepared += 1
         return True
 
     def prepare_sync_range(self, token: int, fd: int, offset: int, length: int, flags: int) -> bool:
@@ -223,6 +225,7 @@ class Ring:
             return False
         self._lib.io_uring_prep_sync_file_range(sqe, fd, length, offset, flags)
         sqe.user_data = token
+        self._prepared += 1
         return True
 
     def prepare_drop(self, token: int, fd: int, offset: int, length: int) -> bool:
@@ -232,6 +235,7 @@ class Ring:
             return False
         self._lib.io_uring_prep_fadvise(sqe, fd, length, os.POSIX_FADV_DONTNEED, offset)
         sqe.user_data = token
+        self._prepared += 1
         return True
 
     def submit(self) -> int:
@@ -240,13 +244,13 @@ class Ring:
         Raises:
             OSError: the kernel takes nothing; EAGAIN, EBUSY, EINTR and ENOMEM pass, others do not.
         """
-        while (waiting := self.unsubmitted()) and self._lib.io_uring_submit(self._ring):
-            pass
-        return waiting
+        while self._prepared and (taken := self._lib.io_uring_submit(self._ring)):
+            self._prepared -= taken
+        return self._prepared
 
     def unsubmitted(self) -> int:
         """How many prepared requests the kernel has not taken."""
-        return int(self._lib.io_uring_sq_ready(self._ring))
+        return self._prepared
 
     def reap(self) -> deque[tuple[int, int]]:
         """(token, result) of every completion so far; the caller pops them. Results are byte counts or -errno."""
