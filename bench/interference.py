@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.cli.bench_report import environment
-from kvdisk.cli.bench_workload import Result, Setup, Workload
+from kvdisk.cli.bench_workload import Job, Result, Setup, Workload
 from kvdisk.units import KIB, MIB, parse_size
 
 Figure = tuple[str, float]
@@ -36,6 +36,7 @@ STEP_S = 0.005  # of a scheduler's work between two looks at the store
 SWITCH_S = 0.0002
 INTERVALS = (("5 ms", None), ("0.2 ms", SWITCH_S))
 SMALL_LOADS, SMALL_DEPTH = 1000, 8
+LONE_READS = 200
 
 
 def spin(count: int = 1000) -> int:
@@ -154,15 +155,22 @@ def third_thread(workload: Workload) -> Iterator[Figure]:
 
 
 def latency_beside_writes(workload: Workload) -> Iterator[Figure]:
-    """Part 3: p50 and p99 in ms."""
-    idle = workload.run(workload.readers(1))["read"]
-    # Readers first: they must have chunks that the writers of this pass do not recycle.
-    beside = workload.run([*workload.readers(1), *workload.writers()])["read"]
+    """Part 3: p50 and p99 in ms, of as many reads as end while the writes last."""
+
+    def reader() -> Job:
+        # Before the writers: they must be chunks that the writers of this pass do not recycle.
+        return workload.reader(workload.last_keys()[-LONE_READS:], 1, 1, "read")
+
+    idle = workload.run([reader()])["read"]
+    found = workload.run([reader(), *workload.writers()])
+    beside, writes = found["read"], found["write"]
     workload.service.drain(30)
     for name, result in (("idle", idle), ("beside writes", beside)):
         for percent in (50, 99):
             yield f"p{percent} {name}, ms", result.percentile_ns(percent) / 1e6
     yield "p99 ratio", beside.percentile_ns(99) / idle.percentile_ns(99)
+    yield "writes beside them, MB/s", writes.bytes_per_s / 1e6
+    yield "share of the reads' time in which there were writes", min(1.0, writes.elapsed_ns / beside.elapsed_ns)
 
 
 def small_beside_large(workload: Workload) -> Iterator[Figure]:

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ from kvdisk.commands import (
 )
 from kvdisk.compression import Compression
 from kvdisk.directory import segment_cost
+from kvdisk.hash_threads import HashThreads
 from kvdisk.instance import Instance
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
@@ -47,8 +48,9 @@ logger = logging.getLogger("kvdisk")
 
 Entries = npt.NDArray[np.void]
 
-_HASH_HERE_BYTES = 512 << 10
-"""A lone chunk up to this size is hashed on the loop: 9 us for 128 KiB, against 60 us for a thread's way and back."""
+_HASH_HERE_BYTES = 1 << 20
+"""A lone chunk up to this size is hashed on the loop: 70 us for 1 MiB, against 60 us for a thread's way and back, and
+milliseconds where the threads that hash packs have the cores."""
 
 _SHORT_BYTES, _SHORT_CHUNKS = 1 << 20, 64
 """The most that a command may have to be hashed beside long ones and not behind them."""
@@ -56,29 +58,6 @@ _SHORT_BYTES, _SHORT_CHUNKS = 1 << 20, 64
 _HASH_BYTES_PER_S = 1e9
 _GIL_WAIT_S = 1e-3
 """A hash this much later than at a slow machine's speed has waited for the GIL; see `DataPlane._hash`."""
-
-
-class HashThreads(NamedTuple):
-    """Where commands are hashed; none of these threads touches a disk.
-
-    A queue each, as with transfers: what is read is waited for and does not queue behind packs, and a short one not
-    behind somebody's thousand chunks.
-    """
-
-    packs: Executor
-    reads: Executor
-    short: Executor
-
-    @classmethod
-    def start(cls) -> "HashThreads":
-        """Idle threads cost nothing, so each kind has its own; two keep up with any disk but a fast array."""
-        counts = zip(cls._fields, (2, 2, 1), strict=True)
-        return cls(*(ThreadPoolExecutor(count, thread_name_prefix=f"kvdisk-hash-{name}") for name, count in counts))
-
-    def close(self) -> None:
-        """Let them end with what they have."""
-        for threads in self:
-            threads.shutdown(wait=False)
 
 
 class Units(NamedTuple):

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvdisk.bounce import BouncePool
 from kvdisk.commands import Command, Completion, SegmentFile
-from kvdisk.dataplane import DataPlane, HashThreads, Units
+from kvdisk.dataplane import DataPlane, Units
+from kvdisk.hash_threads import HashThreads
 from kvdisk.io.protocol import Memory
 from kvdisk.io.sim import Fault, SimDisk, SimEngine
 from kvdisk.io.transfer import Transfer

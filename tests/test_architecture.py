@@ -44,6 +44,7 @@ LAYERS = {
     "kvdisk.epoch": 2,
     "kvdisk.private_files": 2,
     "kvdisk.commands": 2,
+    "kvdisk.hash_threads": 2,
     "kvdisk.segments": 2,
     "kvdisk.resident": 2,
     "kvdisk.arena": 2,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdisk.dataplane import HashThreads
+from kvdisk.hash_threads import HashThreads
 from kvdisk.io.simdisk import SimDisk
 from tests.simstore import InlineExecutor, SimStore, run, value
 
