@@ -1,5 +1,7 @@
 """vLLM's TieringOffloadingSpec on CPU tensors: everything is in-tree but the copies between blocks and host memory.
 
+For bench/vllm_ttft.py, and for the tests of a tier end to end (tests/vllm/e2e/test_tier.py).
+
 The in-tree worker copies with a device's streams and refuses the CPU platform. Here a copy is a memory copy, run by
 whole runs of a page where blocks and places in the chunk allow it, as kvdisk's own CPU copies are.
 """
@@ -31,7 +33,7 @@ class CopyingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, to_host=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         return self._copy(job_id, dst_spec, src_spec, to_host=False)
 
     def get_finished(self) -> list[TransferResult]:

@@ -51,7 +51,7 @@ def _memory_bytes() -> int:
 
 
 def device(path: Path) -> str:
-    """The block device under `path` and what sysfs says of it, such as "vda (virtio), scheduler none"."""
+    """The block device under `path` and what sysfs says of it: "vda (virtio), scheduler none, max_sectors_kb 512"."""
     number = os.stat(path).st_dev
     node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not node.exists():
@@ -66,7 +66,12 @@ def device(path: Path) -> str:
         words.append("rotational")
     scheduler = _read(disk / "queue" / "scheduler")
     chosen = scheduler.partition("[")[2].partition("]")[0] or scheduler
-    return " ".join(words) + (f", scheduler {chosen}" if chosen else "")
+    largest = _read(disk / "queue" / "max_sectors_kb")
+    return (
+        " ".join(words)
+        + (f", scheduler {chosen}" if chosen else "")
+        + (f", max_sectors_kb {largest}" if largest else "")
+    )
 
 
 def _read(path: Path) -> str:

@@ -45,7 +45,7 @@ class Site:
         }
         extra = {
             "spec_name": "CpuTieringSpec",
-            "spec_module_path": "tests.vllm.e2e.cpu_tiering",
+            "spec_module_path": "bench.cpu_tiering",
             "cpu_bytes_to_use": 64 << 20,
             "blocks_per_chunk": self._blocks_per_chunk,
             "secondary_tiers": [entry],
