@@ -6,11 +6,13 @@ Every command gets exactly one `Completion` by its deadline. If that one is `lat
 a second one with `settled` follows when the kernel gave them back; until then slots and segment stay in use.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvdisk.layout import CODEC_NONE, SegmentHeader
 
@@ -156,56 +158,69 @@ class ScannedChunk(NamedTuple):
     codec: int = CODEC_NONE
 
 
-class Columns(NamedTuple):
-    """Chunks as a column a field, see ScannedChunk."""
-
-    key: Sequence[bytes]
-    parent: Sequence[bytes]
-    group: Sequence[int]
-    position: Sequence[int]
-    offset: Sequence[int]
-    stored_bytes: Sequence[int]
-    live_bytes: Sequence[int]
-    checksum: Sequence[int]
-    readable: Sequence[bool]
-    codec: Sequence[int]
+Kind = tuple[int, int, int, int, bool]
+kind_of = attrgetter("group", "live_bytes", "stored_bytes", "codec", "readable")
 
 
-class ScannedChunks(Collection[ScannedChunk]):
-    """The chunks of a pack, kept as columns: of a million only those are made into tuples that have something wrong."""
+class ScannedChunks(NamedTuple):
+    """Chunks as a column a field, see ScannedChunk: of a million only those are made into tuples that have something
+    wrong.
 
-    __slots__ = ("columns",)
+    hash: of the keys, as Python hashes them. kinds: what decides whether a chunk is usable, see `kind_of`; few, mostly
+    one, unless chunks are compressed. parent: by place; of a chunk that is not there it is the key before.
+    """
 
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
+    key: list[bytes]
+    hash: npt.NDArray[np.int64]
+    kinds: set[Kind]
+    parent: dict[int, bytes]
+    group: npt.NDArray[np.uint32]
+    position: npt.NDArray[np.uint64]
+    offset: npt.NDArray[np.uint64]
+    stored_bytes: npt.NDArray[np.uint64]
+    live_bytes: npt.NDArray[np.uint64]
+    checksum: npt.NDArray[np.uint64]
+    readable: npt.NDArray[np.bool_]
+    codec: npt.NDArray[np.uint8]
 
-    def __len__(self) -> int:
-        return len(self.columns.key)
+    @classmethod
+    def of(cls, chunks: Sequence[ScannedChunk]) -> "ScannedChunks":
+        """`chunks`, whose numbers must fit into the columns."""
+        keys, parents, *numbers = zip(*chunks, strict=True) if chunks else [()] * len(ScannedChunk._fields)
+        types = (np.uint32, *[np.uint64] * 5, np.bool_, np.uint8)
+        columns: list[npt.NDArray[Any]] = [np.array(column, one) for column, one in zip(numbers, types, strict=True)]
+        return cls(list(keys), hashes(keys), set(map(kind_of, chunks)), dict(enumerate(parents)), *columns)
 
-    def __iter__(self) -> Iterator[ScannedChunk]:
-        return map(ScannedChunk._make, zip(*self.columns, strict=True))
+    def rows(self, first: int, end: int) -> list[ScannedChunk]:
+        """Those from `first` to before `end`."""
+        parents = [self.parent[n] if n in self.parent else self.key[n - 1] for n in range(first, end)]
+        numbers = [column[first:end].tolist() for column in self[4:]]
+        return list(map(ScannedChunk, self.key[first:end], parents, *numbers))
 
-    def __contains__(self, chunk: object) -> bool:
-        return any(chunk == one for one in self)
+
+def hashes(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Of each key; Python keeps it with the key, so that the index need not hash it again."""
+    return np.fromiter(map(hash, keys), np.int64, len(keys))
 
 
-@dataclass(slots=True)
-class ScannedPack:
-    """One pack found at recovery; `raw` is its unpadded header, kept where the segment is still open."""
+class ScannedPack(NamedTuple):
+    """One pack found at recovery; its chunks are those of its segment from `first` to before `end`, and `raw` its
+    unpadded header, kept where the segment is still open."""
 
     sequence: int
     offset: int
     pack_bytes: int
     raw: bytes
-    chunks: Collection[ScannedChunk]
+    first: int
+    end: int
 
 
-@dataclass(slots=True)
-class ScannedSegment:
+class ScannedSegment(NamedTuple):
     """One segment file found at recovery. header None: nothing in it is ours to keep, the file may be recycled."""
 
     file: SegmentFile
     header: SegmentHeader | None
     sealed: bool
     packs: list[ScannedPack]
+    chunks: ScannedChunks
     damaged: int = 0  # headers that should have been readable and were not

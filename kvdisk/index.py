@@ -10,10 +10,13 @@ dictionary's, beside the key itself. Pure: no file, no clock, no thread.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.commands import ScannedChunks
 from kvdisk.layout import CODEC_NONE
 
 _NONE = -1
@@ -37,20 +40,6 @@ class Extent(NamedTuple):
     stored_bytes: int = 0
 
 
-class Rows(NamedTuple):
-    """Chunks of one segment as columns, see Extent; `parents` are keys, b"" for none. No codecs: all have none."""
-
-    segment: int
-    keys: Sequence[bytes]
-    parents: Sequence[bytes]
-    offsets: Sequence[int]
-    live_bytes: Sequence[int]
-    checksums: Sequence[int]
-    groups: Sequence[int]
-    codecs: Sequence[int] = ()
-    stored_bytes: Sequence[int] = ()
-
-
 class Index:
     """Rows of chunks on disk. `alignment` is the unit in which offsets are kept."""
 
@@ -63,7 +52,7 @@ class Index:
         self._live = array("I")
         self._checksum = array("Q")
         self._group = array("H")
-        self._packed = array("I")  # codec, and above it stored bytes in units of the alignment; 0: no codec
+        self._packed = array("I")  # codec, and above it stored bytes in units of the alignment; 0, or shorter: no codec
         self._parent = array("i")
         self._child = array("i")  # first child; siblings form a doubly linked list
         self._next = array("i")
@@ -138,7 +127,11 @@ class Index:
             self.live_of_segment[self._segment[row]] -= self._live[row]
             self._unlink(row)
         segment, offset, live_bytes, self._checksum[row], self._group[row], codec, stored_bytes = extent
-        self._packed[row] = self._pack(codec, stored_bytes) if codec else 0
+        if codec:
+            self._packed.extend(array("I", [0]) * (row + 1 - len(self._packed)))
+            self._packed[row] = stored_bytes // self._alignment << 8 | codec
+        elif row < len(self._packed):
+            self._packed[row] = 0
         self._segment[row] = segment
         self._offset[row] = offset // self._alignment
         self._live[row] = live_bytes
@@ -150,40 +143,49 @@ class Index:
         if parent and parent != key:
             self._link(row, parent)
 
-    def fill(self, rows: Iterable[Rows]) -> None:
-        """As `add` for every chunk, but several times as fast. The index must be empty, and no key come twice.
+    def fill(self, found: Iterable[tuple[int, ScannedChunks]]) -> None:
+        """As `add` for every chunk, but many times as fast. The index must be empty, and no key come twice.
 
-        `rows` may look up here what it gave already.
+        Args:
+            found: chunks by segment, as often as wanted. It may look up here what it gave already.
         """
         assert not self._key
-        parents: list[bytes] = []
-        for segment, keys, parents_here, offsets, live_bytes, checksums, groups, codecs, stored_bytes in rows:
-            first, end = len(self._key), len(self._key) + len(keys)
-            self._key.extend(keys)
-            self._row_of.update(zip(keys, range(first, end), strict=True))
-            self._segment.extend(array("I", [segment]) * len(keys))
-            self._offset.extend([offset // self._alignment for offset in offsets])
-            self._live.extend(live_bytes)
-            self._checksum.extend(checksums)
-            self._group.extend(groups)
-            self._packed.extend(map(self._pack, codecs, stored_bytes) if codecs else array("I", [0]) * len(keys))
-            self._rows.setdefault(segment, array("i")).extend(range(first, end))
-            self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + sum(live_bytes)
-            parents.extend(parents_here)
-        for links in (self._parent, self._child, self._next, self._previous):
-            links.extend(array("i", [_NONE]) * len(parents))
-        self._link_all(parents)
+        parent_of: dict[int, bytes] = {}
+        given: list[ScannedChunks] = []
+        for segment, chunks in found:
+            first, end = len(self._key), len(self._key) + len(chunks.key)
+            self._key.extend(chunks.key)
+            self._row_of.update(zip(chunks.key, range(first, end), strict=True))
+            self._segment.extend(array("I", [segment]) * (end - first))
+            self._rows.setdefault(segment, array("i")).frombytes(np.arange(first, end, dtype=np.int32).tobytes())
+            self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + int(chunks.live_bytes.sum())
+            parent_of.update(zip([first + place for place in chunks.parent], chunks.parent.values(), strict=True))
+            given.append(chunks)
+        if given:
+            self._fill_columns(given)
+            self._link_all(parent_of)
 
-    def _link_all(self, parents: list[bytes]) -> None:
-        """Link rows that have no links yet to their parents, runs of neighbours in a prefix at a time: most are."""
-        parents_of_followers = zip(parents[1:], self._key, strict=False)
-        heads = [0, *(row for row, (parent, key) in enumerate(parents_of_followers, 1) if parent != key), len(parents)]
-        for first, end in pairwise(heads):
-            if end - first > 1:
-                self._parent[first + 1 : end] = array("i", range(first, end - 1))
-                self._child[first : end - 1] = array("i", range(first + 1, end))
-        for row in heads[:-1] if parents else ():
-            parent = parents[row]
+    def _fill_columns(self, given: list[ScannedChunks]) -> None:
+        self._offset.frombytes((_joined(given, "offset") // self._alignment).astype(np.uint32).tobytes())
+        self._live.frombytes(_joined(given, "live_bytes").astype(np.uint32).tobytes())
+        self._checksum.frombytes(_joined(given, "checksum").tobytes())
+        self._group.frombytes(_joined(given, "group").astype(np.uint16).tobytes())
+        codec = _joined(given, "codec")
+        if codec.any():
+            packed = (_joined(given, "stored_bytes") // self._alignment) << 8 | codec
+            self._packed.frombytes(np.where(codec == CODEC_NONE, 0, packed).astype(np.uint32).tobytes())
+
+    def _link_all(self, parent_of: dict[int, bytes]) -> None:
+        """Link rows that have no links yet to their parents, most of which are the row before: all but `parent_of`."""
+        count = len(self._key)
+        for links, first in ((self._parent, -1), (self._child, 1)):
+            links.frombytes(np.arange(first, first + count, dtype=np.int32).tobytes())
+        for links in (self._next, self._previous):
+            links.extend(array("i", [_NONE]) * count)
+        for row in parent_of:
+            self._parent[row] = _NONE
+            self._child[row - 1] = _NONE  # of the first: of the last
+        for row, parent in parent_of.items():
             if parent and parent != self._key[row]:
                 self._link(row, parent)
 
@@ -239,7 +241,7 @@ class Index:
     # ---- rows
 
     def _extent(self, row: int) -> Extent:
-        packed = self._packed[row]
+        packed = self._packed[row] if row < len(self._packed) else 0
         return Extent(
             self._segment[row],
             self._offset[row] * self._alignment,
@@ -250,9 +252,6 @@ class Index:
             (packed >> 8) * self._alignment,
         )
 
-    def _pack(self, codec: int, stored_bytes: int) -> int:
-        return stored_bytes // self._alignment << 8 | codec if codec else 0
-
     def _new_row(self, key: bytes) -> int:
         if self._free:
             row = self._free.pop()
@@ -260,7 +259,7 @@ class Index:
         else:
             row = len(self._key)
             self._key.append(key)
-            for column in (self._segment, self._offset, self._live, self._checksum, self._group, self._packed):
+            for column in (self._segment, self._offset, self._live, self._checksum, self._group):
                 column.append(0)
             for links in (self._parent, self._child, self._next, self._previous):
                 links.append(_NONE)
@@ -311,3 +310,7 @@ class Index:
             assert key is not None
             del self._missing[key]
             self._free_row(parent)
+
+
+def _joined(given: list[ScannedChunks], column: str) -> npt.NDArray[Any]:
+    return np.concatenate([getattr(chunks, column) for chunks in given])

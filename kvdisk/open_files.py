@@ -3,7 +3,9 @@
 import asyncio
 import resource
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvdisk.calls import FileCall, call_in_thread
 from kvdisk.commands import SegmentFile
@@ -45,6 +47,37 @@ class OpenFiles:
     def use(self, file: SegmentFile, path: str) -> "_Use":
         """The descriptor of `file`, opened if need be; not closed meanwhile, nor while a late transfer uses it."""
         return _Use(self, file, path)
+
+    async def prepare(self, files: Sequence[tuple[SegmentFile, str]]) -> None:
+        """Open `files`, which are about to be used, with one call for all, as far as that works: what could not be
+        opened, or not in time, `use` opens by itself, and tells the error."""
+        wanted = [(file, path) for file, path in files if file not in self._files and file not in self._opening]
+        try:
+            fds = await self._call(
+                lambda: self._open_some(path for _, path in wanted), self._timeout_s, "open", discard=self._close_some
+            )
+        except TransferLateError:
+            return
+        for (file, _), fd in zip(wanted, fds, strict=True):
+            if fd is not None and file in self._files:  # somebody used it meanwhile
+                self._engine.close_file(fd)
+            elif fd is not None:
+                self._files[file] = _OpenFile(fd)
+        self._close_idle()
+
+    def _open_some(self, paths: Iterable[str]) -> list[int | None]:
+        fds: list[int | None] = []
+        for path in paths:
+            try:
+                fds.append(self._engine.open_file(path))
+            except OSError:
+                fds.append(None)
+        return fds
+
+    def _close_some(self, fds: Sequence[int | None]) -> None:
+        for fd in fds:
+            if fd is not None:
+                self._engine.close_file(fd)
 
     async def _take(self, file: SegmentFile, path: str) -> _OpenFile:
         while (entry := self._files.get(file)) is None:
@@ -92,12 +125,11 @@ class OpenFiles:
         self._close_idle()
 
     def _close_idle(self) -> None:
-        if len(self._files) <= self._limit:
-            return
-        for file in [file for file, entry in self._files.items() if not entry.users]:
-            self._engine.close_file(self._files.pop(file).fd)
-            if len(self._files) <= self._limit:
-                return
+        spare = len(self._files) - self._limit
+        if spare > 0:
+            idle = (file for file, entry in self._files.items() if not entry.users)
+            for file in list(islice(idle, spare)):
+                self._engine.close_file(self._files.pop(file).fd)
 
 
 class _Use:

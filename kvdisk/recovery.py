@@ -4,19 +4,19 @@ What must hold:
 - The newest version of a key decides, also where it cannot be used: it has a codec or cipher of another version, or no
   slot of this store can hold it. Then the key is absent; an older version is never served in its place.
 - A segment with a newer version knows those with older ones, so that it is not recycled before them.
-- Linear, and for the most part whole packs at a time: a terabyte of 1 MiB chunks is indexed in about a second.
+- Linear, and for the most part whole segments at a time: a terabyte of 1 MiB chunks is indexed in about a second.
 Pure. Numbers come from a stranger: `is_usable` decides which of them the store can live with.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvdisk.commands import Columns, ScannedChunk, ScannedChunks, ScannedPack, ScannedSegment
-from kvdisk.index import Index, Rows
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.commands import Kind, ScannedChunk, ScannedChunks, ScannedPack, ScannedSegment, kind_of
+from kvdisk.index import Index
 from kvdisk.layout import SegmentHeader
 from kvdisk.segments import Segment, SegmentState, SegmentTable, SegmentUse
-
-_kind_of = attrgetter("group", "live_bytes", "stored_bytes", "codec", "readable")
 
 
 class Recovery:
@@ -35,11 +35,12 @@ class Recovery:
         self._index = index
         self._table = table
         self._is_usable = is_usable
+        self._kinds: dict[Kind, bool] = {}  # whether they are usable
         self._behind: dict[bytes, Segment] = {}  # keys found more than once -> where the oldest version so far lies
 
     def take(self, scans: Iterable[ScannedSegment], epoch: int) -> None:
         """Take in the segments, and the newest version of each key; what is of another epoch is stale."""
-        packs: list[tuple[Segment, ScannedPack]] = []
+        current: list[tuple[Segment, ScannedSegment]] = []
         for scan in sorted(scans, key=lambda s: s.header.sequence if s.header else 0):
             segment = Segment(scan.file, SegmentState.EMPTY)
             self._table.adopt(segment)
@@ -48,38 +49,51 @@ class Recovery:
                 self.next_sequence = max(self.next_sequence, scan.header.sequence + 1)
                 if scan.header.epoch == epoch:
                     self._take_segment(segment, scan, scan.header)
-                    packs += [(segment, pack) for pack in scan.packs]
-        packs.sort(key=lambda one: one[1].sequence, reverse=True)
-        if packs:
-            self.next_pack_sequence = packs[0][1].sequence + 1
-        self._index.fill(self._rows(packs))
+                    current.append((segment, scan))
+        self.next_pack_sequence = 1 + max((pack.sequence for _, scan in current for pack in scan.packs), default=0)
+        self._index.fill(self._found(current))
 
     def _take_segment(self, segment: Segment, scan: ScannedSegment, header: SegmentHeader) -> None:
         segment.header = header
         segment.on_disk = header.sequence
         segment.state = SegmentState.SEALED if scan.sealed else SegmentState.OPEN
         segment.tail = max((pack.offset + pack.pack_bytes for pack in scan.packs), default=header.alignment)
-        segment.raw_header_bytes = sum(len(pack.raw) for pack in scan.packs)
+        segment.raw_header_bytes = sum([len(pack.raw) for pack in scan.packs])
         if not scan.sealed:
             segment.pack_headers = {pack.offset: pack.raw for pack in scan.packs}
         self._table.touch(segment.file.number)
 
-    def _rows(self, packs: Iterable[tuple[Segment, ScannedPack]]) -> Iterator[Rows]:
-        """The newest version of each key that is usable; `packs` come newest first."""
-        for segment, pack in packs:
-            chunks = pack.chunks
-            keys = set(_columns(chunks).key)
-            if len(keys) < len(chunks) or self._index.has_any(keys) or not self.absent.keys().isdisjoint(keys):
-                chunks = self._newest(segment, chunks)
-            chunks = self._usable(segment, chunks)
-            if chunks:
-                found = _columns(chunks)
-                segment.payload_bytes += sum(found.live_bytes)
-                packed = (found.codec, found.stored_bytes) if any(found.codec) else ()
-                yield Rows(segment.file.number, found.key, found.parent, found.offset, found.live_bytes,
-                           found.checksum, found.group, *packed)  # fmt: skip
+    def _found(self, current: Sequence[tuple[Segment, ScannedSegment]]) -> Iterator[tuple[int, ScannedChunks]]:
+        """The newest version of each key that is usable, by segment. A segment whose keys are in it once and nowhere
+        else is taken whole; the packs of the others newest first."""
+        twice = _found_twice([scan.chunks.hash for _, scan in current])
+        packs: list[tuple[ScannedPack, Segment, ScannedChunks]] = []
+        for segment, scan in current:
+            if len(twice) and np.isin(scan.chunks.hash, twice).any():
+                packs += [(pack, segment, scan.chunks) for pack in scan.packs]
+            elif all(self._can_use(kind) for kind in scan.chunks.kinds):
+                yield self._give(segment, scan.chunks)
+            else:
+                yield self._give_usable(segment, scan.chunks.rows(0, len(scan.chunks.key)))
+        packs.sort(key=lambda one: one[0].sequence, reverse=True)
+        for pack, segment, chunks in packs:
+            yield self._give_usable(segment, self._newest(segment, chunks.rows(pack.first, pack.end)))
 
-    def _newest(self, segment: Segment, chunks: Collection[ScannedChunk]) -> Collection[ScannedChunk]:
+    def _give_usable(self, segment: Segment, chunks: Iterable[ScannedChunk]) -> tuple[int, ScannedChunks]:
+        usable = []
+        for chunk in chunks:
+            if self._can_use(kind_of(chunk)):
+                usable.append(chunk)
+            else:
+                self.absent[chunk.key] = segment.use
+                self.damaged += chunk.readable
+        return self._give(segment, ScannedChunks.of(usable))
+
+    def _give(self, segment: Segment, chunks: ScannedChunks) -> tuple[int, ScannedChunks]:
+        segment.payload_bytes += int(chunks.live_bytes.sum())
+        return segment.file.number, chunks
+
+    def _newest(self, segment: Segment, chunks: Iterable[ScannedChunk]) -> Iterable[ScannedChunk]:
         """The chunks of which no newer version was found; the segments of those that were learn of the older here."""
         newest: dict[bytes, ScannedChunk] = {}
         for chunk in chunks:
@@ -91,7 +105,7 @@ class Recovery:
             segment.payload_bytes += chunk.live_bytes  # dead, which ages the segment
             if newer is not segment:
                 newer.older.add(segment.use)
-        return list(newest.values())
+        return newest.values()
 
     def _last_found(self, key: bytes) -> Segment | None:
         if key in self._behind:
@@ -99,29 +113,15 @@ class Recovery:
         number = self.absent[key].number if key in self.absent else self._index.segment_of(key)
         return None if number is None else self._table[number]
 
-    def _usable(self, segment: Segment, chunks: Collection[ScannedChunk]) -> Collection[ScannedChunk]:
-        kinds = _kinds(_columns(chunks))  # few, mostly one, unless the chunks are compressed
-        good = {kind for kind in kinds if kind[4] and self._is_usable(*kind[:4])}
-        if len(good) == len(kinds):
-            return chunks
-        usable = []
-        for chunk in chunks:
-            if _kind_of(chunk) in good:
-                usable.append(chunk)
-            else:
-                self.absent[chunk.key] = segment.use
-                self.damaged += chunk.readable
-        return usable
+    def _can_use(self, kind: Kind) -> bool:
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = kind[4] and self._is_usable(*kind[:4])
+        return known
 
 
-def _columns(chunks: Collection[ScannedChunk]) -> Columns:
-    if isinstance(chunks, ScannedChunks):
-        return chunks.columns
-    return Columns(*zip(*chunks, strict=True)) if chunks else Columns(*((),) * len(Columns._fields))
-
-
-def _kinds(columns: Columns) -> set[tuple[int, int, int, int, bool]]:
-    """What decides whether a chunk is usable, see `_kind_of`."""
-    return set(
-        zip(columns.group, columns.live_bytes, columns.stored_bytes, columns.codec, columns.readable, strict=True)
-    )
+def _found_twice(hashes: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Those that are there more than once; two different keys may have one hash, which costs time and no more."""
+    ordered = np.sort(np.concatenate([*hashes, np.empty(0, np.int64)]))
+    twice: npt.NDArray[np.int64] = ordered[1:][ordered[1:] == ordered[:-1]]
+    return twice

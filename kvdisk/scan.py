@@ -13,19 +13,22 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdisk import codec, layout
 from kvdisk.commands import (
-    Columns,
     FoundPack,
     FoundSegment,
+    Kind,
     ScannedChunks,
     ScannedPack,
     ScannedSegment,
     SegmentFile,
+    hashes,
 )
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.io.transfer import TransferLateError
@@ -35,13 +38,17 @@ from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 
 logger = logging.getLogger("kvdisk")
 
-_AT_ONCE = 16
+_LANES = 16
+_LANE_FILES = 12
+"""Files that a lane has opened together: a thread for each would cost more than all else that is done for it."""
+
 _HEADER_GUESS_BYTES = 64 << 10
 _TAIL_GUESS_BYTES = 64 << 10
 _SPARE_BYTES_MIN = 16 * MIB
 _LARGE_BYTES = 32 * MIB
 """What is larger is read by itself: headers and footers of 200 MiB are possible."""
 
+_COPIED = ("group", "position", "stored_bytes", "live_bytes", "checksum", "codec")
 _KNOWN_CODECS = np.zeros(256, bool)
 _KNOWN_CODECS[list(codec.KNOWN)] = True
 
@@ -51,6 +58,9 @@ Take = Callable[[FoundSegment], Awaitable[None]]
 
 class Files(Protocol):
     """Open files; see OpenFiles."""
+
+    async def prepare(self, files: Sequence[tuple[SegmentFile, str]]) -> None:
+        """Open what is about to be used, as far as that works."""
 
     def use(self, file: SegmentFile, path: str) -> AbstractAsyncContextManager[int]:
         """The descriptor of `file`."""
@@ -93,44 +103,55 @@ class Scanner:
         self._one_large = asyncio.Lock()
 
     async def scan(self, paths: Sequence[tuple[SegmentFile, str]]) -> list[ScannedSegment]:
-        """`find`, decoded."""
-        return [decode_segment(found) for found in await self.find(paths)]
+        """What `find` finds, decoded, one a file in order."""
+        found: dict[SegmentFile, ScannedSegment] = {}
 
-    async def find(self, paths: Sequence[tuple[SegmentFile, str]], take: Take | None = None) -> list[FoundSegment]:
-        """One result a file, in order; a file that cannot be read counts as holding nothing.
+        async def take(one: FoundSegment) -> None:
+            found[one.file] = decode_segment(one)
+
+        await self.find(paths, take)
+        return [found[file] for file, _ in paths]
+
+    async def find(self, paths: Sequence[tuple[SegmentFile, str]], take: Take) -> None:
+        """Give one result a file to `take`; a file that cannot be read counts as holding nothing.
 
         Args:
             paths: of the files.
             take: gets each result as soon as there is one; what it waits for keeps others from being read.
         """
-        limit = asyncio.Semaphore(_AT_ONCE)
+        firsts = iter(range(0, len(paths), _LANE_FILES))
 
-        async def one(file: SegmentFile, path: str) -> FoundSegment:
-            async with limit:
-                try:
-                    found = await self._scan_file(file, path)
-                except OSError as error:
-                    logger.warning("%s cannot be read, its chunks are lost: %s", path, error)
-                    found = FoundSegment(file, None, sealed=False, packs=[], damaged=1)
-                if take is not None:
-                    await take(found)
-                return found
+        async def lane() -> None:
+            for first in firsts:  # shared: a disk that hangs for one lane's files keeps no other from the rest
+                files = paths[first : first + _LANE_FILES]
+                await self._files.prepare(files)
+                for file, path in files:
+                    await take(await self._find_one(file, path))
 
-        return await asyncio.gather(*(one(file, path) for file, path in paths))
+        await asyncio.gather(*(lane() for _ in range(_LANES)))
+
+    async def _find_one(self, file: SegmentFile, path: str) -> FoundSegment:
+        try:
+            return await self._scan_file(file, path)
+        except OSError as error:
+            logger.warning("%s cannot be read, its chunks are lost: %s", path, error)
+            return FoundSegment(file, None, sealed=False, packs=[], damaged=1)
 
     async def _scan_file(self, file: SegmentFile, path: str) -> FoundSegment:
         async with self._files.use(file, path) as fd:
-            raw = await self._read(fd, 0, self._alignment)
-            header = layout.decode_segment_header(raw, self._fingerprint)
-            if header is None or (header.segment_bytes, header.alignment) != (self._segment_bytes, self._alignment):
-                return FoundSegment(file, None, sealed=False, packs=[])
-            try:
-                packs, damaged = await self._read_footer(fd, header)
-            except TransferLateError:
-                raise
-            except OSError as error:  # cut off, or a bad sector: the packs may be readable all the same
-                logger.warning("footer of %s cannot be read: %s", path, error)
-                packs, damaged = None, 1
+            guess = min(_TAIL_GUESS_BYTES, self._segment_bytes - self._alignment)
+            with self._bounce.take(max(guess, self._alignment)) as memory:
+                await self._transfer.read(fd, 0, [Span(memory, 0, self._alignment)])
+                header = layout.decode_segment_header(memory.view[: self._alignment], self._fingerprint)
+                if header is None or (header.segment_bytes, header.alignment) != (self._segment_bytes, self._alignment):
+                    return FoundSegment(file, None, sealed=False, packs=[])
+                try:
+                    packs, damaged = await self._read_footer(fd, header, memory, guess)
+                except TransferLateError:
+                    raise
+                except OSError as error:  # cut off, or a bad sector: the packs may be readable all the same
+                    logger.warning("footer of %s cannot be read: %s", path, error)
+                    packs, damaged = None, 1
             if packs is not None:
                 return FoundSegment(file, header, sealed=True, packs=[_found(pack, b"") for pack in packs])
             spare = _Spare(max(header.segment_bytes, _SPARE_BYTES_MIN))
@@ -140,10 +161,15 @@ class Scanner:
                 damaged += 1
             return FoundSegment(file, header, sealed=False, packs=walked, damaged=damaged)
 
-    async def _read_footer(self, fd: int, header: SegmentHeader) -> tuple[list[Pack] | None, int]:
-        """The packs a footer names, or None and whether a footer was there but damaged."""
-        size = min(_TAIL_GUESS_BYTES, header.segment_bytes - header.alignment)
-        tail = await self._read(fd, header.segment_bytes - size, size)
+    async def _read_footer(
+        self, fd: int, header: SegmentHeader, memory: Memory, size: int
+    ) -> tuple[list[Pack] | None, int]:
+        """The packs a footer names, or None and whether a footer was there but damaged.
+
+        memory: to read into what most footers fit in. size: of that.
+        """
+        await self._transfer.read(fd, header.segment_bytes - size, [Span(memory, 0, size)])
+        tail: layout.Buffer = memory.view[:size]
         needed = layout.footer_size(tail, header)
         if needed == 0:
             return None, 0
@@ -236,25 +262,43 @@ def _found(pack: Pack, head: bytes) -> FoundPack:
 
 def decode_segment(found: FoundSegment) -> ScannedSegment:
     """What `Scanner.find` found as plain data. It was verified when it was read."""
-    packs = [_decode_pack(pack) for pack in found.packs]
-    return ScannedSegment(found.file, found.header, found.sealed, packs, found.damaged)
-
-
-def _decode_pack(pack: FoundPack) -> ScannedPack:
-    entries = np.frombuffer(pack.entries, layout.ENTRY_DTYPE)
-    codecs = entries["codec"]
-    known = (_KNOWN_CODECS[codecs] & (entries["cipher"] == layout.CIPHER_NONE)).tolist()
-    columns = Columns(
-        layout.entry_keys(entries),
-        layout.entry_keys(entries, "parent"),
-        entries["group"].tolist(),
-        entries["position"].tolist(),
-        (entries["offset"] + pack.offset).tolist(),
-        entries["stored_bytes"].tolist(),
-        entries["live_bytes"].tolist(),
-        entries["checksum"].tolist(),
-        known,
-        codecs.tolist(),
+    entries = np.frombuffer(b"".join([pack.entries for pack in found.packs]), layout.ENTRY_DTYPE)
+    ends = list(accumulate(len(pack.entries) // layout.ENTRY_BYTES for pack in found.packs))
+    packs = [
+        ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, pack.head and pack.head + pack.entries, first, end)
+        for pack, first, end in zip(found.packs, [0, *ends], ends, strict=False)
+    ]
+    chunks = _decode_entries(
+        entries,
+        np.repeat(np.array([pack.offset for pack in packs], np.uint64), [pack.end - pack.first for pack in packs]),
     )
-    raw = pack.head + pack.entries if pack.head else b""
-    return ScannedPack(pack.sequence, pack.offset, pack.pack_bytes, raw, ScannedChunks(columns))
+    return ScannedSegment(found.file, found.header, found.sealed, packs, chunks, found.damaged)
+
+
+def _decode_entries(entries: npt.NDArray[np.void], pack_offsets: npt.NDArray[np.uint64]) -> ScannedChunks:
+    keys = layout.entry_keys(entries)
+    parents, lengths = entries["parent"], entries["parent_bytes"]
+    follows = (parents[1:] == entries["key"][:-1]) & (lengths[1:] == entries["key_bytes"][:-1])
+    heads = [0, *(np.flatnonzero(~follows) + 1).tolist()] if keys else []
+    group, position, stored, live, checksum, codec = (entries[name].copy() for name in _COPIED)
+    readable = _KNOWN_CODECS[codec] & (entries["cipher"] == layout.CIPHER_NONE)
+    return ScannedChunks(
+        keys,
+        hashes(keys),
+        _kinds(group, live, stored, codec, readable),
+        dict(zip(heads, layout.entry_keys(entries[heads], "parent"), strict=True)),
+        group,
+        position,
+        entries["offset"] + pack_offsets,
+        stored,
+        live,
+        checksum,
+        readable,
+        codec,
+    )
+
+
+def _kinds(*columns: npt.NDArray[Any]) -> set[Kind]:
+    if len(columns[0]) and all((column == column[0]).all() for column in columns):
+        columns = tuple(column[:1] for column in columns)
+    return set(zip(*(column.tolist() for column in columns), strict=True))

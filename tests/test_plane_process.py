@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
@@ -303,7 +302,7 @@ def header_with(command: WritePack, raw: bytes, **changed: int) -> bytes:
     entries = pack.entries.copy()
     for name, number in changed.items():
         entries[name][0] = number
-    return layout.encode_pack(dataclasses.replace(pack, entries=entries), command.header)
+    return layout.encode_pack(pack._replace(entries=entries), command.header)
 
 
 def test_a_pack_whose_size_cannot_be_is_nonsense_and_its_command_stays_out(start: Start) -> None:

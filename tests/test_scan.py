@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import random
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
+import pytest
 
-from kvdisk import layout, scan
-from kvdisk.commands import FoundSegment, SegmentFile
+from kvdisk import codec, layout, scan
+from kvdisk.commands import FoundPack, FoundSegment, ScannedChunk, ScannedSegment, SegmentFile, kind_of
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.layout import Pack, SegmentHeader
 from kvdisk.scan import Scanner
@@ -29,6 +32,9 @@ class Disk:
         self.taken: list[int] = []  # sizes of the large buffers that are out
         self.taken_max = 0
 
+    async def prepare(self, files: Sequence[tuple[SegmentFile, str]]) -> None:
+        pass
+
     @contextlib.asynccontextmanager
     async def use(self, file: SegmentFile, path: str) -> AsyncIterator[int]:
         yield file.number
@@ -47,11 +53,11 @@ class Disk:
             self.read_bytes += length
             self.largest = max(self.largest, length)
 
-    def scan(self, header: SegmentHeader = HEADER) -> list[FoundSegment]:
+    def scan(self, header: SegmentHeader = HEADER) -> list[ScannedSegment]:
         scanner = Scanner(
             self, self, self, fingerprint=FINGERPRINT, segment_bytes=header.segment_bytes, alignment=ALIGN
         )
-        return asyncio.run(scanner.find([(SegmentFile(0, n), f"file{n}") for n in range(len(self.files))]))
+        return asyncio.run(scanner.scan([(SegmentFile(0, n), f"file{n}") for n in range(len(self.files))]))
 
 
 def segment(header: SegmentHeader = HEADER) -> bytearray:
@@ -131,3 +137,30 @@ def test_large_headers_are_read_one_at_a_time() -> None:
     disk.scan(header)
     assert disk.largest > scan._LARGE_BYTES
     assert disk.taken_max == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_scanned_segment_says_of_each_chunk_what_its_header_says(seed: int) -> None:
+    chance = random.Random(seed)
+    lengths = [36] if seed % 2 else range(1, 65)
+    packs, expected, key = [], [], b""
+    for number in range(3):
+        entries = np.zeros(chance.randrange(1, 6), layout.ENTRY_DTYPE)
+        place = (number + 1) * MIB
+        for entry in entries:
+            parent, key = chance.choice([key, key, b"", b"other"]), chance.randbytes(chance.choice(lengths))
+            entry["key"], entry["key_bytes"] = key.ljust(64, b"\xff"), len(key)  # what is behind a key does not count
+            entry["parent"], entry["parent_bytes"] = parent.ljust(64, b"\0"), len(parent)
+            numbers = [chance.randrange(1 << bits) for bits in (32, 63, 62, 63, 63, 64)]
+            for name, value in zip(ScannedChunk._fields[2:], numbers, strict=False):
+                entry[name] = value
+            entry["codec"], entry["cipher"] = chance.choice([0, 0, 1, 255]), chance.choice([0, 0, 0, 1])
+            readable = bool(entry["codec"] in codec.KNOWN and not entry["cipher"])
+            numbers[2] += place
+            expected.append(ScannedChunk(key, parent, *numbers, readable, int(entry["codec"])))
+        packs.append(FoundPack(number, place, MIB, b"", entries.tobytes()))
+    found = scan.decode_segment(FoundSegment(SegmentFile(0, 0), HEADER, sealed=True, packs=packs))
+    assert found.chunks.rows(0, len(expected)) == expected
+    assert found.chunks.kinds == set(map(kind_of, expected))
+    counts = [len(pack.entries) // layout.ENTRY_BYTES for pack in packs]
+    assert [(pack.first, pack.end) for pack in found.packs] == list(pairwise(accumulate(counts, initial=0)))

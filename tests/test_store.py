@@ -3,6 +3,7 @@
 import errno
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ from kvdisk.commands import (
     OpenSegment,
     ReadChunks,
     ScannedChunk,
+    ScannedChunks,
     ScannedPack,
     ScannedSegment,
     SealSegment,
@@ -715,19 +717,24 @@ def test_a_segment_being_read_is_not_recycled() -> None:
 
 def scan_of(b: Bench) -> list[ScannedSegment]:
     """What a recovery would find if every completed write reached the disk."""
-    files: dict[SegmentFile, ScannedSegment] = {}
-    done = [c for c in b.seen if c not in b.out]
-    for command in done:
+    headers: dict[SegmentFile, SegmentHeader] = {}
+    packs: dict[SegmentFile, list[WritePack]] = {}
+    sealed: set[SegmentFile] = set()
+    for command in (c for c in b.seen if c not in b.out):
         if isinstance(command, OpenSegment):
-            files[command.file] = ScannedSegment(command.file, command.header, sealed=False, packs=[])
+            headers[command.file], packs[command.file] = command.header, []
+            sealed.discard(command.file)
         elif isinstance(command, WritePack):
-            files[command.file].packs.append(_scanned(command))
+            packs[command.file].append(command)
         elif isinstance(command, SealSegment):
-            files[command.file].sealed = True
-    return list(files.values())
+            sealed.add(command.file)
+    return [
+        segment_of(file, header, [_written(pack) for pack in packs[file]], sealed=file in sealed)
+        for file, header in headers.items()
+    ]
 
 
-def _scanned(command: WritePack) -> ScannedPack:
+def _written(command: WritePack) -> tuple[int, int, int, list[ScannedChunk]]:
     at = command.offset + layout.pack_header_bytes(len(command.chunks), ALIGNMENT)
     chunks = []
     for chunk in command.chunks:
@@ -735,8 +742,30 @@ def _scanned(command: WritePack) -> ScannedPack:
         check = chunk.position  # the test's version of the key
         chunks.append(ScannedChunk(chunk.key, chunk.parent, 0, chunk.position, at, size, chunk.parts[0], check))
         at += size
-    raw = bytes(layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * len(chunks))
-    return ScannedPack(command.sequence, command.offset, at - command.offset, raw, chunks)
+    return command.sequence, command.offset, at - command.offset, chunks
+
+
+def segment_of(
+    file: SegmentFile,
+    header: SegmentHeader | None,
+    packs: Sequence[tuple[int, int, int, list[ScannedChunk]]] = (),
+    *,
+    sealed: bool = True,
+) -> ScannedSegment:
+    """Of packs as (sequence, offset, bytes, chunks), as the scanner would say it."""
+    found, first = [], 0
+    for sequence, offset, size, chunks in packs:
+        raw = b"" if sealed else bytes(layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * len(chunks))
+        found.append(ScannedPack(sequence, offset, size, raw, first, first + len(chunks)))
+        first += len(chunks)
+    return ScannedSegment(file, header, sealed, found, as_read([one for *_, chunks in packs for one in chunks]))
+
+
+def as_read(chunks: Sequence[ScannedChunk]) -> ScannedChunks:
+    """The columns as the scanner makes them: no parents where the key before says the same."""
+    columns = ScannedChunks.of(chunks)
+    said = {n: up for n, up in columns.parent.items() if not n or up != columns.key[n - 1]}
+    return columns._replace(parent=said)
 
 
 @pytest.mark.parametrize("segments_max", [(3,), (6,), (3, 3), (16,), (4, 3, 3)], ids=repr)
@@ -829,8 +858,7 @@ def test_places_of_old_bytes_are_forgotten_once_their_segments_were_recycled(mon
 
 def scanned(number: int, sequence: int, epoch: int = 0, *chunks: ScannedChunk, pack: int = 1) -> ScannedSegment:
     header = SegmentHeader(ALIGNMENT, SEGMENT_BYTES, sequence, 1, epoch, FINGERPRINT)
-    packs_ = [ScannedPack(pack, ALIGNMENT, 64 << 10, b"", list(chunks))] if chunks else []
-    return ScannedSegment(SegmentFile(0, number), header, sealed=True, packs=packs_)
+    return segment_of(SegmentFile(0, number), header, [(pack, ALIGNMENT, 64 << 10, list(chunks))] if chunks else [])
 
 
 def chunk(
@@ -854,7 +882,7 @@ def test_recovery_keeps_the_newest_pack_of_a_key_and_only_the_current_epoch() ->
             scanned(0, 5, 2, chunk(b"k", check=11), pack=9),
             scanned(1, 6, 2, chunk(b"k", check=22), pack=7),
             scanned(2, 7, 1, chunk(b"stale"), pack=20),
-            ScannedSegment(SegmentFile(0, 3), None, sealed=False, packs=[]),
+            segment_of(SegmentFile(0, 3), None, sealed=False),
         ],
         epoch=2,
     )
@@ -918,33 +946,33 @@ def test_each_version_of_a_key_waits_for_the_one_before() -> None:
 def test_recovery_finds_what_adding_one_by_one_would(seed: int) -> None:
     chance = random.Random(seed)
     keys = [b"%d" % n for n in range(12)]
-    found: list[tuple[int, ScannedSegment]] = []
+    found = []
     for n in range(8):
         packs_ = []
         for _ in range(chance.randrange(3)):
-            drawn = [(chance.choice(keys), chance.choice([b"", *keys])) for _ in range(chance.randrange(6))]
+            mine = keys if chance.random() < 0.5 else [b"%d of %d" % (i, n * 100 + len(packs_)) for i in range(9)]
+            drawn = [(chance.choice(mine), chance.choice([b"", *mine])) for _ in range(chance.randrange(6))]
+            if chance.random() < 0.5:
+                drawn = [(key, mine[i - 1] if i else b"") for i, key in enumerate(mine)]
             rows = [
                 chunk(key, parent=up, check=chance.randrange(99), readable=chance.random() < 0.9)
                 if chance.random() < 0.7
                 else chunk(key, 9000, 8192, parent=up, check=chance.randrange(99), codec=chance.randrange(1, 4))
                 for key, up in drawn
             ]
-            packs_.append(
-                ScannedPack(
-                    chance.randrange(1 << 30), ALIGNMENT, 64 << 10, b"", list({r.key: r for r in rows}.values())
-                )
-            )
-        segment = scanned(n, n + 1)
-        segment.packs = packs_
-        found.append((n, segment))
+            unique = list({r.key: r for r in rows}.values())
+            packs_.append((chance.randrange(1 << 30), ALIGNMENT, 64 << 10, unique))
+        header = SegmentHeader(ALIGNMENT, SEGMENT_BYTES, n + 1, 1, 0, FINGERPRINT)
+        found.append((n, packs_, segment_of(SegmentFile(0, n), header, packs_)))
     b = bench(segments_max=(8,))
-    b.store.recover([segment for _, segment in found], epoch=0)
+    b.store.recover([segment for *_, segment in found], epoch=0)
     model = Index(ALIGNMENT)
     newest = {
         row.key: (n, row)
-        for _, n, pack in sorted((pack.sequence, n, pack) for n, segment in found for pack in segment.packs)
-        for row in pack.chunks
+        for _, n, rows in sorted((sequence, n, rows) for n, packs_, _ in found for sequence, _, _, rows in packs_)
+        for row in rows
     }
+    keys = list(newest)
     for n, row in newest.values():
         if row.readable:
             packed = (row.codec, row.stored_bytes) if row.codec else ()

@@ -254,16 +254,15 @@ def groups_of(looked: Sequence[Looked], epoch: int) -> list[GroupReport]:
     for one in looked:
         if one.header is None or one.header.epoch != epoch:
             continue
-        for pack in one.scan.packs:
-            for chunk in pack.chunks:
-                group = groups.get(chunk.group)
-                if group is None:
-                    group = groups[chunk.group] = GroupReport(chunk.group)
-                group.chunk_count += 1
-                group.live_bytes += chunk.live_bytes
-                group.stored_bytes += chunk.stored_bytes
-                group.position_min = min(group.position_min, chunk.position)
-                group.position_max = max(group.position_max, chunk.position)
+        for chunk in one.scan.chunks.rows(0, len(one.scan.chunks.key)):
+            group = groups.get(chunk.group)
+            if group is None:
+                group = groups[chunk.group] = GroupReport(chunk.group)
+            group.chunk_count += 1
+            group.live_bytes += chunk.live_bytes
+            group.stored_bytes += chunk.stored_bytes
+            group.position_min = min(group.position_min, chunk.position)
+            group.position_max = max(group.position_max, chunk.position)
     # Every alignment there can be is a multiple of the smallest, so one index serves for segments of any.
     index, table = Index(layout.ALIGNMENT_MIN), SegmentTable((len(looked),))
     Recovery(index, table, lambda group, live, *_: group <= GROUP_MAX and live <= LIVE_BYTES_MAX).take(

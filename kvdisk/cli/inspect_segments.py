@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk import layout
-from kvdisk.commands import ScannedPack, ScannedSegment, SegmentFile
+from kvdisk.commands import ScannedChunks, ScannedPack, ScannedSegment, SegmentFile
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.layout import SegmentHeader
 from kvdisk.options import SEGMENT_BYTES_MAX
@@ -104,6 +104,9 @@ class _Reading:
     footer_bytes_max: int
     trouble: str = field(default="", init=False)  # what the first read that failed said
 
+    async def prepare(self, files: Sequence[tuple[SegmentFile, str]]) -> None:
+        """It is open."""
+
     @contextlib.asynccontextmanager
     async def use(self, file: SegmentFile, path: str) -> AsyncIterator[int]:
         """The descriptor."""
@@ -166,7 +169,7 @@ class Looker:
 
     def _look_once(self, path: str, number: int, fingerprint_start: str) -> Looked:
         report = SegmentReport(number, UNREADABLE)
-        looked = Looked(report, ScannedSegment(SegmentFile(0, number), None, sealed=False, packs=[]))
+        looked = Looked(report, ScannedSegment(SegmentFile(0, number), None, False, [], ScannedChunks.of([])))
         try:
             fd = os.open(path, _OPEN_FLAGS)
         except OSError as error:
@@ -266,11 +269,11 @@ def _fill(report: SegmentReport, scan: ScannedSegment, header: SegmentHeader) ->
     for pack in scan.packs:
         report.gap_bytes += pack.offset - end
         end = pack.offset + pack.pack_bytes
-        stored = sum(chunk.stored_bytes for chunk in pack.chunks)
+        stored = int(scan.chunks.stored_bytes[pack.first : pack.end].sum())
         report.stored_bytes += stored
-        report.live_bytes += sum(chunk.live_bytes for chunk in pack.chunks)
+        report.live_bytes += int(scan.chunks.live_bytes[pack.first : pack.end].sum())
         report.header_bytes += pack.pack_bytes - stored
-        report.chunk_count += len(pack.chunks)
+        report.chunk_count += pack.end - pack.first
         raw_headers += _raw_bytes(pack)
     footer = layout.footer_bytes(raw_headers, header.alignment) if scan.sealed else 0
     report.pack_count = len(scan.packs)
@@ -279,4 +282,4 @@ def _fill(report: SegmentReport, scan: ScannedSegment, header: SegmentHeader) ->
 
 
 def _raw_bytes(pack: ScannedPack) -> int:
-    return layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * len(pack.chunks)
+    return layout.PACK_HEADER_BYTES + layout.ENTRY_BYTES * (pack.end - pack.first)

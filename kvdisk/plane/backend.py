@@ -123,10 +123,11 @@ class Backend:
             # segment_bytes was changed: there is nothing in it, and it cannot be recycled
             if one.header is None and instance.segment_size(one.file.number) != config.segment_bytes:
                 self._remove(one, instance)
+            elif len(files) <= room:  # nothing has to go, so who takes them need not wait for the last
+                kept.append(one._replace(packs=[]))  # a terabyte's are a quarter of a gigabyte
+                await take(one)
             else:
                 kept.append(one)
-                if len(files) <= room:  # nothing has to go, so who takes them need not wait for the last
-                    await take(one)
 
         await scanner.find([(file, instance.segment_path(file.number)) for file in files], keep)
         if len(files) > room:  # the cap was lowered: the oldest go
