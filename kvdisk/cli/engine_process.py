@@ -32,6 +32,7 @@ def engine_arguments(models_dir: Path, engine: Mapping[str, Any]) -> dict[str, A
         "enable_prefix_caching": True,
         "seed": 0,
         "disable_log_stats": False,
+        **tiny_models.ENGINE.get(engine["model"], {}),
         **engine,
         "model": str(models_dir / engine["model"]),
     }
