@@ -254,7 +254,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 ENGINE: dict[str, dict[str, Any]] = {
     name: {"attention_backend": "CPU_MLA"} for name in ("deepseek_v3", "glm4_moe_lite")
 }
-"""Arguments of vllm.LLM that a model needs. On a CPU with AMX vLLM takes other kernels, with blocks of 128 tokens instead of
+"""Arguments of vllm.LLM that a model needs. On a CPU with AMX vLLM takes other kernels, with blocks of 128 tokens, not
 16: what a run looks like must not depend on that."""
 
 
