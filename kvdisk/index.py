@@ -5,24 +5,28 @@ Invariants:
 - `parent` links follow the prefix: a chunk whose parent is dropped can never be hit, so `drop` takes the descendants
   too. A chunk whose parent is not known (yet) waits for it, and is adopted when the parent is added.
 - Links are what the chunks say. Bytes from a stranger may close a loop: whoever walks up stops where it has been.
-Rows are columns of machine integers, so that ten million chunks fit: about 125 bytes a chunk, most of them the
+Rows are columns of machine integers, so that ten million chunks fit: about 115 bytes a chunk, most of them the
 dictionary's, beside the key itself. Pure: no file, no clock, no thread.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdisk.columns import grown, new_column
 from kvdisk.commands import ScannedChunks
+from kvdisk.forest import NONE, Forest
 from kvdisk.layout import CODEC_NONE
 
-_NONE = -1
 _NOWHERE = (1 << 32) - 1  # no segment: of a row that only holds the children of a key that is not here
 LIVE_BYTES_MAX = (1 << 32) - 1
 GROUP_MAX = (1 << 16) - 1
+_ROOM_MIN = 4096
 
 
 class Extent(NamedTuple):
@@ -47,19 +51,17 @@ class Index:
         self._alignment = alignment
         self._row_of: dict[bytes, int] = {}
         self._key: list[bytes | None] = []
-        self._segment = array("I")
-        self._offset = array("I")
-        self._live = array("I")
-        self._checksum = array("Q")
-        self._group = array("H")
+        self._room = _ROOM_MIN  # rows that the columns have
+        self._segment = new_column("I", _ROOM_MIN)
+        self._offset = new_column("I", _ROOM_MIN)
+        self._live = new_column("I", _ROOM_MIN)
+        self._checksum = new_column("Q", _ROOM_MIN)
+        self._group = new_column("H", _ROOM_MIN)
         self._packed = array("I")  # codec, and above it stored bytes in units of the alignment; 0, or shorter: no codec
-        self._parent = array("i")
-        self._child = array("i")  # first child; siblings form a doubly linked list
-        self._next = array("i")
-        self._previous = array("i")
-        self._free: list[int] = []
+        self._tree = Forest(_ROOM_MIN)
+        self._free: deque[int] = deque()  # the oldest first, so that neighbours stay neighbours
         self._missing: dict[bytes, int] = {}  # key that is not here but has children -> the row that holds them
-        self._rows: dict[int, array[int]] = {}  # segment -> rows ever added to it; stale ones are skipped when read
+        self._rows: dict[int, array[int]] = {}  # segment -> rows ever added, as starts and ends; some are stale
         self.live_of_segment: dict[int, int] = {}  # segment -> live bytes of its chunks; others only read it
 
     def __len__(self) -> int:
@@ -88,12 +90,13 @@ class Index:
     def parent_of(self, key: bytes) -> bytes | None:
         """The parent of `key` if both are here, else None."""
         row = self._row_of.get(key)
-        parent = _NONE if row is None else self._parent[row]
-        return None if parent == _NONE or self._segment[parent] == _NOWHERE else self._key[parent]
+        parent = NONE if row is None else self._tree.parent(row)
+        return None if parent == NONE or self._segment[parent] == _NOWHERE else self._key[parent]
 
     def keys_of_segment(self, segment: int) -> list[bytes]:
         """The chunks whose newest payload lies in `segment`, in the order they were added."""
-        rows = dict.fromkeys(self._rows.get(segment, ()))  # a reused row may be listed twice
+        runs = self._rows.get(segment, ())
+        rows = dict.fromkeys(chain.from_iterable(map(range, runs[::2], runs[1::2])))  # a reused row may be there twice
         return [key for row in rows if (key := self._key[row]) is not None and self._segment[row] == segment]
 
     def live_bytes_of_segment(self, segment: int) -> int:
@@ -107,20 +110,19 @@ class Index:
 
     def has_child_outside(self, key: bytes, segment: int) -> bool:
         """Whether a chunk in another segment needs `key` as its prefix."""
-        row = self._row_of[key]
-        child = self._child[row]
-        while child != _NONE:
+        child = self._tree.child[self._row_of[key]]
+        while child != NONE:
             if self._segment[child] != segment:
                 return True
-            child = self._next[child]
+            child = self._tree.next(child)
         return False
 
     def add(self, key: bytes, extent: Extent, parent: bytes) -> None:
         """Add or replace `key`; `parent` is the key of its prefix, b"" for none. Its children stay, or are adopted."""
         row = self._row_of.get(key)
         if row is None:
-            row = self._missing.pop(key, _NONE)
-            if row == _NONE:
+            row = self._missing.pop(key, NONE)
+            if row == NONE:
                 row = self._new_row(key)
             self._row_of[key] = row
         else:
@@ -135,10 +137,13 @@ class Index:
         self._segment[row] = segment
         self._offset[row] = offset // self._alignment
         self._live[row] = live_bytes
-        rows = self._rows.get(segment)
-        if rows is None:
-            rows = self._rows[segment] = array("i")
-        rows.append(row)
+        runs = self._rows.get(segment)
+        if runs is None:
+            self._rows[segment] = array("i", (row, row + 1))
+        elif runs[-1] == row:
+            runs[-1] = row + 1
+        else:
+            runs.extend((row, row + 1))
         self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + live_bytes
         if parent and parent != key:
             self._link(row, parent)
@@ -156,38 +161,33 @@ class Index:
             first, end = len(self._key), len(self._key) + len(chunks.key)
             self._key.extend(chunks.key)
             self._row_of.update(zip(chunks.key, range(first, end), strict=True))
-            self._segment.extend(array("I", [segment]) * (end - first))
-            self._rows.setdefault(segment, array("i")).frombytes(np.arange(first, end, dtype=np.int32).tobytes())
+            self._make_room(end)
+            self._segment[first:end] = array("I", [segment]) * (end - first)
+            self._rows.setdefault(segment, array("i")).extend((first, end))
             self.live_of_segment[segment] = self.live_of_segment.get(segment, 0) + int(chunks.live_bytes.sum())
             parent_of.update(zip([first + place for place in chunks.parent], chunks.parent.values(), strict=True))
             given.append(chunks)
         if given:
             self._fill_columns(given)
-            self._link_all(parent_of)
+            self._tree.chain(len(self._key))
+            for row in parent_of:
+                self._tree.detach(row)
+            for row, parent in parent_of.items():
+                if parent and parent != self._key[row]:
+                    self._link(row, parent)
 
     def _fill_columns(self, given: list[ScannedChunks]) -> None:
-        self._offset.frombytes((_joined(given, "offset") // self._alignment).astype(np.uint32).tobytes())
-        self._live.frombytes(_joined(given, "live_bytes").astype(np.uint32).tobytes())
-        self._checksum.frombytes(_joined(given, "checksum").tobytes())
-        self._group.frombytes(_joined(given, "group").astype(np.uint16).tobytes())
+        for column, name, unit in (
+            (self._offset, "offset", self._alignment),
+            (self._live, "live_bytes", 1),
+            (self._checksum, "checksum", 1),
+            (self._group, "group", 1),
+        ):
+            np.asarray(column)[: len(self._key)] = _joined(given, name) // unit
         codec = _joined(given, "codec")
         if codec.any():
             packed = (_joined(given, "stored_bytes") // self._alignment) << 8 | codec
             self._packed.frombytes(np.where(codec == CODEC_NONE, 0, packed).astype(np.uint32).tobytes())
-
-    def _link_all(self, parent_of: dict[int, bytes]) -> None:
-        """Link rows that have no links yet to their parents, most of which are the row before: all but `parent_of`."""
-        count = len(self._key)
-        for links, first in ((self._parent, -1), (self._child, 1)):
-            links.frombytes(np.arange(first, first + count, dtype=np.int32).tobytes())
-        for links in (self._next, self._previous):
-            links.extend(array("i", [_NONE]) * count)
-        for row in parent_of:
-            self._parent[row] = _NONE
-            self._child[row - 1] = _NONE  # of the first: of the last
-        for row, parent in parent_of.items():
-            if parent and parent != self._key[row]:
-                self._link(row, parent)
 
     def drop(self, key: bytes) -> list[bytes]:
         """Remove `key` and all that depends on it; the keys removed, `key` first. Unknown keys remove nothing."""
@@ -195,17 +195,17 @@ class Index:
         if top is None:
             return []
         self._unlink(top)  # also what ends the walk below if links form a loop
-        if self._child[top] == _NONE:  # most chunks, and always the last of a prefix
+        if self._tree.child[top] == NONE:  # most chunks, and always the last of a prefix
             self._release(top, key)
             return [key]
         dropped: list[bytes] = []
         stack = [top]
         while stack:
             row = stack.pop()
-            child = self._child[row]
-            while child != _NONE:
+            child = self._tree.child[row]
+            while child != NONE:
                 stack.append(child)
-                child = self._next[child]
+                child = self._tree.next(child)
             gone = self._key[row]
             assert gone is not None
             dropped.append(gone)
@@ -216,7 +216,7 @@ class Index:
         """Remove the chunks that wait for `parent`, which will not come (again), and all that depends on them."""
         dropped: list[bytes] = []
         while (row := self._missing.get(parent)) is not None:  # it goes with the last of them
-            key = self._key[self._child[row]]
+            key = self._key[self._tree.child[row]]
             assert key is not None
             dropped += self.drop(key)
         return dropped
@@ -227,7 +227,7 @@ class Index:
         if row is None:
             return
         self._unlink(row)
-        if self._child[row] == _NONE:
+        if self._tree.child[row] == NONE:
             self._release(row, key)
         else:
             self.live_of_segment[self._segment[row]] -= self._live[row]
@@ -254,16 +254,25 @@ class Index:
 
     def _new_row(self, key: bytes) -> int:
         if self._free:
-            row = self._free.pop()
+            row = self._free.popleft()
             self._key[row] = key
         else:
             row = len(self._key)
+            self._make_room(row + 1)
             self._key.append(key)
-            for column in (self._segment, self._offset, self._live, self._checksum, self._group):
-                column.append(0)
-            for links in (self._parent, self._child, self._next, self._previous):
-                links.append(_NONE)
+            self._tree.add(row)
         return row
+
+    def _make_room(self, rows: int) -> None:
+        if rows <= self._room:
+            return
+        self._room = max(rows, self._room + self._room // 2)  # what is not used yet takes no memory
+        self._segment = grown(self._segment, self._room)
+        self._offset = grown(self._offset, self._room)
+        self._live = grown(self._live, self._room)
+        self._checksum = grown(self._checksum, self._room)
+        self._group = grown(self._group, self._room)
+        self._tree.grow(self._room)
 
     def _release(self, row: int, key: bytes) -> None:
         del self._row_of[key]
@@ -272,7 +281,7 @@ class Index:
 
     def _free_row(self, row: int) -> None:
         self._key[row] = None
-        self._parent[row] = self._child[row] = self._next[row] = self._previous[row] = _NONE
+        self._tree.forget(row)
         self._free.append(row)
 
     # ---- the prefix tree
@@ -284,28 +293,11 @@ class Index:
         if parent_row is None:
             parent_row = self._missing[parent] = self._new_row(parent)
             self._segment[parent_row] = _NOWHERE
-        self._attach(row, parent_row)
-
-    def _attach(self, row: int, parent_row: int) -> None:
-        first = self._child[parent_row]
-        self._parent[row] = parent_row
-        self._next[row] = first
-        if first != _NONE:
-            self._previous[first] = row
-        self._child[parent_row] = row
+        self._tree.attach(row, parent_row)
 
     def _unlink(self, row: int) -> None:
-        parent, following, previous = self._parent[row], self._next[row], self._previous[row]
-        if parent == _NONE:
-            return
-        if previous != _NONE:
-            self._next[previous] = following
-        else:
-            self._child[parent] = following
-        if following != _NONE:
-            self._previous[following] = previous
-        self._parent[row] = self._next[row] = self._previous[row] = _NONE
-        if self._segment[parent] == _NOWHERE and self._child[parent] == _NONE:
+        parent = self._tree.detach(row)
+        if parent != NONE and self._segment[parent] == _NOWHERE and self._tree.child[parent] == NONE:
             key = self._key[parent]
             assert key is not None
             del self._missing[key]

@@ -24,6 +24,8 @@ LAYERS = {
     "kvdisk.layout": 1,
     "kvdisk.geometry": 1,
     "kvdisk.codec": 1,
+    "kvdisk.columns": 2,
+    "kvdisk.forest": 2,
     "kvdisk.index": 2,
     "kvdisk.plan": 2,
     "kvdisk.stats": 2,

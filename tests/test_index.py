@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from kvdisk.commands import ScannedChunk, ScannedChunks
 from kvdisk.index import Extent, Index
 
 ALIGNMENT = 4096
@@ -171,7 +172,7 @@ def test_a_long_chain_added_again_costs_no_walk_up_for_each_chunk() -> None:
     index = Index(ALIGNMENT)
     keys = [b"%d" % number for number in range(2_000)]
     for segment in range(2):
-        index._parent = walks = Walks(index._parent)  # type: ignore[assignment]
+        index._tree._parent = walks = Walks(index._tree._parent)  # type: ignore[assignment]
         for number, key in enumerate(keys):
             index.add(key, Extent(segment, 0, 1, 0, 0), keys[number - 1] if number else b"")
         assert walks.reads <= 2 * len(keys)
@@ -183,7 +184,7 @@ def test_a_chunk_leaves_thousands_that_wait_for_the_same_parent_without_passing_
     keys = [b"%d" % number for number in range(2_000)]
     for key in keys:
         index.add(key, Extent(0, 0, 1, 0, 0), b"gone")
-    index._next = walks = Walks(index._next)  # type: ignore[assignment]
+    index._tree._next_at = walks = Walks(index._tree._next_at)  # type: ignore[assignment]
     for key in keys[::2]:
         index.drop(key)
     assert walks.reads <= 2 * len(keys)
@@ -219,4 +220,40 @@ def test_a_chunk_takes_at_most_200_bytes_with_a_key_of_36() -> None:
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    columns = [one for part in (index, index._tree) for one in vars(part).values() if isinstance(one, memoryview)]
+    assert len(columns) == 7
+    taken += count * sum(column.itemsize for column in columns)  # of the system's, which is not traced
     assert taken / count <= 200
+
+
+def test_filling_is_adding_one_by_one() -> None:
+    """More than the columns have room for at first, by segments of several prefixes, some of which wait for others."""
+    keys = [b"%05d" % n for n in range(10_000)]
+    parents = [
+        b"" if n % 1000 == 0 else keys[n - 1] if n % 7 else keys[(n * 31) % 12_000 % 9_999] for n in range(10_000)
+    ]
+    filled, added = Index(ALIGNMENT), Index(ALIGNMENT)
+    chunks = []
+    for n, (key, parent) in enumerate(zip(keys, parents, strict=True)):
+        codec, stored = (n % 3, ALIGNMENT * (n % 5 + 1)) if n > 5000 and n % 3 else (0, ALIGNMENT)
+        chunks.append(ScannedChunk(key, parent, n % 9, n, n * ALIGNMENT, stored, n + 1, n << 40, codec=codec))
+        extent = Extent(n // 2500, n * ALIGNMENT, n + 1, n << 40, n % 9, codec, stored if codec else 0)
+        added.add(key, extent, parent)
+    filled.fill((n // 2500, ScannedChunks.of(chunks[n : n + 500])) for n in range(0, 10_000, 500))
+    for key in keys:
+        assert (filled.get(key), filled.parent_of(key)) == (added.get(key), added.parent_of(key))
+    for segment in range(4):
+        assert filled.keys_of_segment(segment) == added.keys_of_segment(segment)
+        assert filled.live_bytes_of_segment(segment) == added.live_bytes_of_segment(segment)
+    assert sorted(filled.drop(keys[1])) == sorted(added.drop(keys[1]))
+
+
+def test_siblings_that_come_and_go_leave_nothing_behind() -> None:
+    index = Index(ALIGNMENT)
+    index.add(b"up", Extent(0, 0, 1, 0, 0), b"")
+    for number in range(1000):
+        index.add(b"%d" % number, Extent(0, 0, 1, 0, 0), b"up")
+        index.drop(b"%d" % (number - 5))
+    assert len(index._tree._parent_at) <= 10
+    assert len(index.drop(b"up")) == 6
+    assert sorted(index._tree._free) == list(range(len(index._tree._parent_at)))
