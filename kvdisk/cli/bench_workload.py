@@ -325,7 +325,7 @@ class Workload:
                     job.stop()
             issued = [job.issue(self, results[job.label]) for job in running]
             self.service.pump()
-            self._collect(results)
+            ended = self._collect(results)
             for label in {job.label for job in running if job.finished}:
                 results[label].elapsed_ns = time.monotonic_ns() - start
             running = [job for job in running if not job.finished]
@@ -344,7 +344,7 @@ class Workload:
                     on_sample(results)
             if between is not None:
                 between()
-            elif running and not any(issued):
+            elif running and not ended and not any(issued):
                 self.service.wait(0.01)
         after = cpu_of(plane_pid)
         self.service.store.settled = None
@@ -353,8 +353,8 @@ class Workload:
             result.samples.append((result.elapsed_ns / 1e9, result.bytes))
         return results
 
-    def _collect(self, results: dict[str, Result]) -> None:
-        """Take what has ended."""
+    def _collect(self, results: dict[str, Result]) -> bool:
+        """Take what has ended; whether anything had."""
         store = self.service.store
         settled, store.settled = store.settled or (), []
         now = time.monotonic_ns()
@@ -369,6 +369,7 @@ class Workload:
             else:
                 result.clat_ns.append(now - asked)
                 result.bytes += resident.live_bytes
+        return bool(settled)
 
     @property
     def plane_pid(self) -> int | None:
