@@ -8,9 +8,11 @@ bytes, and of large headers and footers one at a time.
 """
 
 import asyncio
+import contextlib
 import errno
+import gc
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -302,3 +304,16 @@ def _kinds(*columns: npt.NDArray[Any]) -> set[Kind]:
     if len(columns[0]) and all((column == column[0]).all() for column in columns):
         columns = tuple(column[:1] for column in columns)
     return set(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the cyclic collector: what a scan makes lives to its end, and looking at all of it again and again took a
+    third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

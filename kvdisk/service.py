@@ -4,14 +4,12 @@ The owner calls `pump` wherever it likes (it never blocks): completions go into 
 plane. After `close`, nothing of the store may be used; memory that a hung I/O might still write to is never freed.
 """
 
-import contextlib
-import gc
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any
@@ -26,7 +24,7 @@ from kvdisk.options import Options
 from kvdisk.plane import Plane
 from kvdisk.plane.local import ThreadPlane
 from kvdisk.plane.remote import ProcessPlane
-from kvdisk.scan import decode_segment
+from kvdisk.scan import collector_paused, decode_segment
 from kvdisk.store import Store
 from kvdisk.store_config import SEGMENTS_MIN, StoreConfig
 from kvdisk.units import format_size
@@ -168,7 +166,7 @@ class Service:
 
     def _recover(self, store: Store) -> None:
         scans: list[ScannedSegment] = []
-        with _collector_paused():
+        with collector_paused():
             epoch = self.plane.open(self._directories, store.config, lambda found: scans.append(decode_segment(found)))
             # A killed owner's last writes may land after its locks are gone: it is not written on in what it had open.
             store.recover(scans, epoch, resume=all(directory.closed_cleanly for directory in self._directories))
@@ -299,16 +297,3 @@ class Service:
         if self._closed:
             raise StoreClosedError("the store is closed")
         assert os.getpid() == self._pid, "a store does not survive fork; open it in the process that uses it"
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without the cyclic collector: what a scan makes lives to its end, and looking at all of it again and again took a
-    third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -29,6 +29,7 @@ from kvdisk.resident import Resident, State
 from kvdisk.segments import FAILURES_MAX, FULL_INTERVAL_S, PROBE_INTERVAL_S, SegmentState
 from kvdisk.store import Change, Presence, Store
 from kvdisk.store_config import StoreConfig
+from kvdisk.writer import PACKS_INFLIGHT
 
 ALIGNMENT = 4096
 SEGMENT_BYTES = 256 << 10
@@ -804,10 +805,12 @@ def two_roots_with(b: Bench, key: bytes) -> None:
     b.put(key)
     b.run()
     assert b.store.table[b.store.index.segment_of(key) or 0].file.root == 1
-    for name, units in ((b"large", 8), (b"small", 1), (b"too", 1)):
-        b.put(name, units)
+    b.put(b"large", 8)
+    b.take()
+    for n in range(PACKS_INFLIGHT):
+        b.put(b"small%d" % n)
         b.take()
-    assert [pack.file.root for pack in packs(b.out)] == [0, 1, 1]
+    assert [pack.file.root for pack in packs(b.out)] == [0, *[1] * PACKS_INFLIGHT]
 
 
 def test_a_new_version_waits_for_its_busy_root_and_others_pass_it() -> None:

@@ -16,7 +16,7 @@ from kvdisk.io.protocol import Engine, EngineInfo
 from kvdisk.io.transfer import Transfer
 from kvdisk.options import Options
 from kvdisk.plane import Counts
-from kvdisk.scan import Scanner, Take
+from kvdisk.scan import Scanner, Take, collector_paused
 from kvdisk.store_config import StoreConfig
 
 logger = logging.getLogger("kvdisk")
@@ -96,11 +96,12 @@ class Backend:
         self.resume(instances, config)
         found: list[FoundSegment] = []
         numbers: set[int] = set()
-        for root, instance in enumerate(instances):
-            files = [SegmentFile(root, number) for number in instance.make_unique(numbers)]
-            numbers.update(file.number for file in files)
-            found += await self._scan(files, instance, config, take)
-            instance.trim_to_cap()
+        with collector_paused():
+            for root, instance in enumerate(instances):
+                files = [SegmentFile(root, number) for number in instance.make_unique(numbers)]
+                numbers.update(file.number for file in files)
+                found += await self._scan(files, instance, config, take)
+                instance.trim_to_cap()
         return _begin_epoch(instances, found)
 
     async def _scan(
