@@ -509,7 +509,7 @@ async def test_a_long_transfer_gets_half_of_the_bytes_beside_any_number_of_short
     await asyncio.gather(*shorts)
 
 
-async def test_long_reads_have_four_pieces_in_flight_while_there_are_short_ones_else_all(memory):
+async def test_long_reads_have_eight_pieces_in_flight_while_there_are_short_ones_else_all(memory):
     rig = Rig(memory, [Fault("read", never=True, count=1000)], inflight_bytes_max=MIB)
     tasks = [asyncio.ensure_future(rig.transfer.read(rig.fd, 0, [rig.span(0, 4 * MIB)]))]
     await turns(5)
@@ -518,7 +518,7 @@ async def test_long_reads_have_four_pieces_in_flight_while_there_are_short_ones_
     await turns(1)
     rig.engine.release()
     await turns(5)
-    assert rig.transfer.inflight_bytes == 4 * 64 * KIB + 16 * KIB
+    assert rig.transfer.inflight_bytes == 8 * 64 * KIB + 16 * KIB
     rig.engine.faults = ()
     rig.engine.release()
     await asyncio.gather(*tasks)

@@ -11,7 +11,7 @@
 A read's latency is made of what it meets in the device. So while there are reads, writes have two pieces in flight, or
 where more is being read a quarter of all, else everything: files that were never written before need it
 (docs/performance.md), and only the first read after a while meets it. And while there are short reads, long ones have
-four pieces in flight, which keep a disk busy, else everything. "While" is told by bytes, not by a clock: until
+eight pieces in flight, which keep a disk busy, else everything. "While" is told by bytes, not by a clock: until
 `_QUIET_TIMES` what may be in flight was issued since the last one.
 """
 
@@ -25,7 +25,7 @@ from kvdisk.io.protocol import Op, OpKind, Span
 _READ_PIECES_A_WRITE: Final = 16
 _LEAD_PIECES: Final = 2
 _WRITE_PIECES_BESIDE_READS: Final = 2
-_LONG_PIECES_BESIDE_SHORT: Final = 4
+_LONG_PIECES_BESIDE_SHORT: Final = 8
 _QUIET_TIMES: Final = 4
 
 
