@@ -25,12 +25,12 @@ from kvdisk.rotation import Rotation, SegmentConfig
 from kvdisk.segments import NO_SPACE, Root, Segment, SegmentState, SegmentTable
 from kvdisk.stats import WriterStats
 
-PACK_BYTES_MAX = 32 << 20
+PACK_BYTES_MAX = 16 << 20
 """Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
 
-PACKS_INFLIGHT = 3
-"""A root: one pack is on its way, one is hashed for the time after, and one covers what the two planes take to hear of
-each other. With two the disk had nothing to do for a tenth to a fifth of the time (docs/performance.md); what waits
+PACKS_INFLIGHT = 6
+"""A root: some are on their way while others are hashed for the time after, and the two planes take a while to hear of
+each other. With few or large ones the disk had nothing to do for a fifth of the time (docs/performance.md); what waits
 meanwhile makes the next pack larger."""
 
 

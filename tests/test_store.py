@@ -805,7 +805,7 @@ def two_roots_with(b: Bench, key: bytes) -> None:
     b.put(key)
     b.run()
     assert b.store.table[b.store.index.segment_of(key) or 0].file.root == 1
-    b.put(b"large", 8)
+    b.put(b"large", 4 * PACKS_INFLIGHT)
     b.take()
     for n in range(PACKS_INFLIGHT):
         b.put(b"small%d" % n)
