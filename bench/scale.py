@@ -142,6 +142,7 @@ def verdicts(scale: Scale) -> list[Bar]:
                     "bytes", 0),
             at_most("lookup", "store, hit along a prefix", case, 1.0, figures["hit, us"], "us", 2),
             at_most("lookup", "store, miss", case, 1.0, figures["miss, us"], "us", 2),
+            at_most("lookup", "store, hit anywhere", case, 1.0, figures["hit anywhere, us"], "us", 2),
         ]  # fmt: skip
     found += _growth(scale)
     terabyte = next(one for one in scale.recovery if one[0] == TERABYTE_CHUNKS)
@@ -171,11 +172,15 @@ def _growth(scale: Scale) -> list[Bar]:
     arenas = {**scale.arenas, SLOTS: scale.store[SIZES[1]]}
     slots = sorted(arenas)
     costs |= {f"{name[:-4]}, by slots": (slots, [median(arenas[n][name]) for n in slots]) for name in COSTS}
-    for name in ("hit, us", "miss, us", "hit anywhere, us"):
+    for name in ("hit, us", "miss, us"):
         costs[f"lookup, {name[:-4]}"] = (sizes, [median(scale.index[size][name]) for size in sizes])
     for name, curve in costs.items():
         bar = at_most("linear", f"cost of one {name}: exponent", "", COST_EXPONENT_MAX, [exponent(*curve)], "", 2)
         found.append(bar._replace(margin=max(0.1, 1 + COST_EXPONENT_MAX - exponent(*curve))))
+    # Of keys of which nothing is in a CPU cache, which a few thousand chunks always are: it grows with the share of
+    # memory that the caches cannot hold, up to the cost of a few accesses to memory. Its bar is the microsecond.
+    anywhere = exponent(sizes, [median(scale.index[size]["hit anywhere, us"]) for size in sizes])
+    found.append(reported("linear", "cost of one lookup, hit anywhere: exponent", "", f"{anywhere:.2f}"))
     return found
 
 
