@@ -69,7 +69,7 @@ class Recovery:
         twice = _found_twice([scan.chunks.hash for _, scan in current])
         packs: list[tuple[ScannedPack, Segment, ScannedChunks]] = []
         for segment, scan in current:
-            if len(twice) and np.isin(scan.chunks.hash, twice).any():
+            if _any_in(scan.chunks.hash, twice):
                 packs += [(pack, segment, scan.chunks) for pack in scan.packs]
             elif all(self._can_use(kind) for kind in scan.chunks.kinds):
                 yield self._give(segment, scan.chunks)
@@ -121,7 +121,15 @@ class Recovery:
 
 
 def _found_twice(hashes: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Those that are there more than once; two different keys may have one hash, which costs time and no more."""
+    """Those that are there more than once, in order; two different keys may have one hash, which costs time only."""
     ordered = np.sort(np.concatenate([*hashes, np.empty(0, np.int64)]))
     twice: npt.NDArray[np.int64] = ordered[1:][ordered[1:] == ordered[:-1]]
     return twice
+
+
+def _any_in(hashes: npt.NDArray[np.int64], ordered: npt.NDArray[np.int64]) -> bool:
+    """Whether one of `hashes` is among `ordered`. Not `np.isin`: that would sort them all again for each segment."""
+    if not len(ordered):
+        return False
+    places = np.minimum(np.searchsorted(ordered, hashes), len(ordered) - 1)
+    return bool((ordered[places] == hashes).any())
