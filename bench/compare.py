@@ -79,6 +79,7 @@ def plans(total: int, full: bool) -> Iterator[Plan]:
 def pair_plans(total: int) -> Iterator[tuple[str, Case, Case]]:
     """kvdisk against itself."""
     yield "128 KiB chunks over 8 MiB ones", Case(SIZES[0], total), Case(SIZES[2], total)
+    yield "32 requests over one alone", Case(MIB, total, requests=32), Case(MIB, total)
     yield "4 KiB pages over huge ones", Case(MIB, total, pages="4k"), Case(MIB, total)
 
 

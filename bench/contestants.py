@@ -90,9 +90,9 @@ class Fio:
     """fio at its best here: engine, fixed buffers, memory and depth are tried for each chunk size and direction.
 
     Args:
-        buffer_bytes: 0, or at least as much memory as this. fio needs no more than what is in flight, a few megabytes
-            that stay in a processor's caches where the disk is one that copies; whoever keeps what was read, needs all
-            of it. So there is a second fio, with as much memory as everybody else.
+        buffer_bytes: 0, or as much memory as this, all of it in flight. fio needs no more than what is in flight, a
+            few megabytes that stay in a processor's caches where the disk is one that copies; whoever keeps what was
+            read, needs all of it. So there is a second fio, with as much memory as everybody else.
     """
 
     def __init__(self, name: str, buffer_bytes: int = 0) -> None:
@@ -155,7 +155,7 @@ class Fio:
         engines = (("--ioengine=io_uring", "--fixedbufs=0"), ("--ioengine=io_uring", "--fixedbufs=1"),
                    ("--ioengine=libaio",))  # fmt: skip
         memory = ["--mem=malloc"]
-        if case.pages == "huge" and _free_huge_bytes() >= 64 * case.bs:
+        if case.pages == "huge" and _free_huge_bytes():
             memory.append("--mem=mmaphuge")
         depths = (32, 64) if case.bs < MIB else (8, 32)
         if self._buffer_bytes:

@@ -4,6 +4,7 @@ Arrays that grow in the heap leave holes where they were: a sixth of all that an
 column has room for and does not use yet takes no memory.
 """
 
+import contextlib
 import mmap
 from typing import Literal, cast
 
@@ -18,13 +19,11 @@ def new_column(code: _Code, rows: int) -> "memoryview[int]":
 
 
 def grown(column: "memoryview[int]", rows: int) -> "memoryview[int]":
-    """The same with room for `rows`, new ones 0. `column` itself is released, and must be the only view.
-
-    Raises:
-        OSError: the system has no more memory.
-    """
+    """The same with room for `rows`, new ones 0; or as it was, if the system has no more memory. `column` itself is
+    released, and must be the only view."""
     memory, code = column.obj, cast(_Code, column.format)
     assert isinstance(memory, mmap.mmap)
     column.release()
-    memory.resize(rows * _BYTES[code])
+    with contextlib.suppress(OSError):
+        memory.resize(rows * _BYTES[code])
     return memoryview(memory).cast(code)

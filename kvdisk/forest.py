@@ -31,10 +31,11 @@ class Forest:
         self._previous_at = array("i")
         self._free: list[int] = []
 
-    def grow(self, rows: int) -> None:
-        """Make room for rows below `rows`."""
+    def grow(self, rows: int) -> int:
+        """Make room for rows below `rows`; for how many there is some now, which is less if there is no memory."""
         self.child = grown(self.child, rows)
         self._parent = grown(self._parent, rows)
+        return min(len(self.child), len(self._parent))
 
     def add(self, row: int) -> None:
         """A row without parent and children."""

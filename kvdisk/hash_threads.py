@@ -1,8 +1,6 @@
 """The threads in which a data plane hashes."""
 
-import contextlib
 import os
-import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -34,6 +32,5 @@ class HashThreads(NamedTuple):
 
 
 def _stand_back() -> None:
-    """Lower this thread's priority; Linux has one for each thread. Not being allowed to is not a failure."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PACKS_NICE)
+    """Lower this thread's priority; on Linux each thread has its own."""
+    os.nice(_PACKS_NICE)

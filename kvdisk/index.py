@@ -70,10 +70,6 @@ class Index:
     def __contains__(self, key: bytes) -> bool:
         return key in self._row_of
 
-    def has_any(self, keys: Iterable[bytes]) -> bool:
-        """Whether one of `keys` is here."""
-        return not self._row_of.keys().isdisjoint(keys)
-
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._row_of)
 
@@ -266,13 +262,16 @@ class Index:
     def _make_room(self, rows: int) -> None:
         if rows <= self._room:
             return
-        self._room = max(rows, self._room + self._room // 2)  # what is not used yet takes no memory
-        self._segment = grown(self._segment, self._room)
-        self._offset = grown(self._offset, self._room)
-        self._live = grown(self._live, self._room)
-        self._checksum = grown(self._checksum, self._room)
-        self._group = grown(self._group, self._room)
-        self._tree.grow(self._room)
+        wanted = max(rows, self._room + self._room // 2)  # what is not used yet takes no memory
+        self._segment = grown(self._segment, wanted)
+        self._offset = grown(self._offset, wanted)
+        self._live = grown(self._live, wanted)
+        self._checksum = grown(self._checksum, wanted)
+        self._group = grown(self._group, wanted)
+        columns = (self._segment, self._offset, self._live, self._checksum, self._group)
+        self._room = min(self._tree.grow(wanted), *map(len, columns))
+        if self._room < rows:
+            raise MemoryError(f"the index has {len(self._key)} chunks, and the system no memory for more")
 
     def _release(self, row: int, key: bytes) -> None:
         del self._row_of[key]

@@ -38,6 +38,7 @@ class OpenFiles:
         self._call = call
         self._files: OrderedDict[SegmentFile, _OpenFile] = OrderedDict()
         self._opening: dict[SegmentFile, asyncio.Future[None]] = {}
+        self._preparing = 0  # files being opened by `prepare`
 
     def add(self, file: SegmentFile, fd: int) -> None:
         """Take over the descriptor of a file just created."""
@@ -52,14 +53,19 @@ class OpenFiles:
         """Open `files`, which are about to be used, with one call for all, as far as that works: what could not be
         opened, or not in time, `use` opens by itself, and tells the error."""
         wanted = [(file, path) for file, path in files if file not in self._files and file not in self._opening]
+        self._close_idle(self._preparing + len(wanted))
+        wanted = wanted[: max(0, self._limit - len(self._files) - self._preparing)]
+        self._preparing += len(wanted)
         try:
             fds = await self._call(
                 lambda: self._open_some(path for _, path in wanted), self._timeout_s, "open", discard=self._close_some
             )
         except TransferLateError:
             return
+        finally:
+            self._preparing -= len(wanted)
         for (file, _), fd in zip(wanted, fds, strict=True):
-            if fd is not None and file in self._files:  # somebody used it meanwhile
+            if fd is not None and (file in self._files or file in self._opening):  # somebody used it meanwhile
                 self._engine.close_file(fd)
             elif fd is not None:
                 self._files[file] = _OpenFile(fd)
@@ -124,8 +130,9 @@ class OpenFiles:
         entry.users -= 1
         self._close_idle()
 
-    def _close_idle(self) -> None:
-        spare = len(self._files) - self._limit
+    def _close_idle(self, room: int = 0) -> None:
+        """Close what nobody uses, until there are no more than may be open, and room for some."""
+        spare = len(self._files) + room - self._limit
         if spare > 0:
             idle = (file for file, entry in self._files.items() if not entry.users)
             for file in list(islice(idle, spare)):

@@ -121,11 +121,12 @@ class Scanner:
             paths: of the files.
             take: gets each result as soon as there is one; what it waits for keeps others from being read.
         """
-        firsts = iter(range(0, len(paths), _LANE_FILES))
+        together = max(1, min(_LANE_FILES, len(paths) // _LANES))
+        firsts = iter(range(0, len(paths), together))
 
         async def lane() -> None:
             for first in firsts:  # shared: a disk that hangs for one lane's files keeps no other from the rest
-                files = paths[first : first + _LANE_FILES]
+                files = paths[first : first + together]
                 await self._files.prepare(files)
                 for file, path in files:
                     await take(await self._find_one(file, path))
@@ -188,7 +189,8 @@ class Scanner:
         while offset < header.segment_bytes:
             found = await self._pack_at(fd, offset, header, spare)
             if found is None:
-                ahead = await self._look_ahead(fd, offset, header, spare)
+                largest = max([PACK_BYTES_MAX, *(pack.pack_bytes for pack in packs)])
+                ahead = await self._look_ahead(fd, offset, header, largest, spare)
                 if ahead is None:
                     break
                 offset = ahead
@@ -211,10 +213,14 @@ class Scanner:
             return None
         return _found(pack, raw[: layout.PACK_HEADER_BYTES])
 
-    async def _look_ahead(self, fd: int, offset: int, header: SegmentHeader, spare: "_Spare") -> int | None:
-        """Where the next whole pack begins, within what can have been in flight; None if there is none."""
-        pack_max = max(PACK_BYTES_MAX, header.segment_bytes // 4) + 2 * MIB
-        end = min(header.segment_bytes, offset + PACKS_INFLIGHT * pack_max)
+    async def _look_ahead(
+        self, fd: int, offset: int, header: SegmentHeader, largest: int, spare: "_Spare"
+    ) -> int | None:
+        """Where the next whole pack begins, within what can have been in flight; None if there is none.
+
+        largest: bytes of a pack, as far as is known. One chunk may be more, where nothing before it is whole.
+        """
+        end = min(header.segment_bytes, offset + PACKS_INFLIGHT * (largest + 2 * MIB))
         at = offset
         while at < end:
             size = min(MIB, end - at)

@@ -181,7 +181,7 @@ def test_compressed_neighbours_are_read_together() -> None:
 
 
 def test_the_next_pack_begins_where_the_compressed_one_ends_and_need_not_wait_for_its_write() -> None:
-    """Two packs are in flight at a time, as ever: only the size has to be known."""
+    """Several packs are in flight at a time, as ever: only the size has to be known."""
     disk = SimDisk(3)
 
     async def main() -> None:

@@ -2,15 +2,18 @@
 
 import random
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvdisk.commands import ScannedChunk, ScannedChunks
+from kvdisk.commands import ScannedChunk, ScannedChunks, ScannedPack, ScannedSegment, SegmentFile
 from kvdisk.index import Extent, Index
+from kvdisk.layout import SegmentHeader
+from kvdisk.recovery import Recovery
+from kvdisk.segments import SegmentTable
 
 ALIGNMENT = 4096
 KEYS = [b"%c" % letter for letter in range(97, 113)]
@@ -257,3 +260,50 @@ def test_siblings_that_come_and_go_leave_nothing_behind() -> None:
     assert len(index._tree._parent_at) <= 10
     assert len(index.drop(b"up")) == 6
     assert sorted(index._tree._free) == list(range(len(index._tree._parent_at)))
+
+
+# ---- recovery of many segments
+
+
+def scanned(number: int, names: Sequence[bytes]) -> ScannedSegment:
+    """A sealed segment with one pack of chunks of a page each, in pack order."""
+    header = SegmentHeader(ALIGNMENT, ALIGNMENT * (len(names) + 10), number + 1, 1, 0, bytes(32))
+    chunks = [
+        ScannedChunk(name, b"", 0, n, ALIGNMENT * (n + 2), ALIGNMENT, ALIGNMENT, number, True)
+        for n, name in enumerate(names)
+    ]
+    pack = ScannedPack(number + 1, ALIGNMENT, ALIGNMENT * (len(names) + 1), b"", 0, len(names))
+    return ScannedSegment(SegmentFile(0, number), header, True, [pack], ScannedChunks.of(chunks))
+
+
+@pytest.mark.parametrize("collide", [False, True], ids=["hashes differ", "all keys have one hash"])
+def test_recovery_tells_keys_apart_by_their_bytes_whatever_their_hashes(collide: bool) -> None:
+    scans = [scanned(0, [b"a", b"b", b"c"]), scanned(1, [b"d", b"e"]), scanned(2, [b"b", b"f"])]
+    if collide:
+        scans = [scan._replace(chunks=scan.chunks._replace(hash=scan.chunks.hash * 0)) for scan in scans]
+    index = Index(ALIGNMENT)
+    Recovery(index, SegmentTable((3,)), lambda *_: True).take(scans, 0)
+    found = {key: index.get(key).segment for key in index}
+    assert found == {b"a": 0, b"b": 2, b"c": 0, b"d": 1, b"e": 1, b"f": 2}
+    assert index.get(b"b").checksum == 2
+
+
+def test_an_index_that_cannot_grow_goes_on_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(ALIGNMENT)
+    monkeypatch.setattr("kvdisk.index._ROOM_MIN", 4)
+    index.clear()
+    extent = Extent(0, ALIGNMENT, ALIGNMENT, 1, 0)
+    for n in range(4):
+        index.add(b"%d" % n, extent, b"")
+
+    def full(column: "memoryview[int]", rows: int) -> "memoryview[int]":
+        return column
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvdisk.index.grown", full)
+        with pytest.raises(MemoryError, match="4 chunks"):
+            index.add(b"more", extent, b"")
+    assert list(index) == [b"0", b"1", b"2", b"3"]
+    assert index.get(b"3") == extent
+    index.add(b"more", extent, b"3")
+    assert index.parent_of(b"more") == b"3"

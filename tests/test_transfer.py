@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.io.errnos import Meaning, classify
+from kvdisk.io.order import Job, Order, Piece
 from kvdisk.io.protocol import OpKind, Span
 from kvdisk.io.sim import Fault, SimDisk, SimEngine, SimulatedCrashError
 from kvdisk.io.spans import cut, merged, skip
@@ -703,3 +704,55 @@ async def test_a_read_lands_only_when_it_completes(memory):
     rig.engine.release()
     await task
     assert memory.view[:PAGE] == content[:PAGE]
+
+
+async def test_what_a_late_write_still_holds_takes_nothing_of_what_others_may_have_in_flight(memory):
+    """One disk that hangs must not keep packs of another from being written while that one is read."""
+    rig = Rig(memory, [Fault("write", never=True, count=2)], inflight_bytes_max=MIB, timeout_s=0.05)
+    with pytest.raises(TransferLateError):
+        await rig.transfer.write(rig.fd, 0, [rig.span(0, 2 * 64 * KIB)])
+    rig.engine.faults = ()
+    done = asyncio.Event()
+
+    async def read() -> None:
+        while not done.is_set():
+            await rig.transfer.read(rig.fd, 0, [rig.span(MIB, 64 * KIB)])
+
+    reads = [asyncio.ensure_future(read()) for _ in range(2)]
+    await turns(5)
+    await asyncio.wait_for(rig.transfer.write(rig.fd, MIB, [rig.span(2 * MIB, 256 * KIB)]), 20)
+    done.set()
+    await asyncio.gather(*reads)
+    rig.engine.release()
+
+
+def test_short_reads_owe_long_ones_two_pieces_at_most():
+    """However many went while a long one had all that it may have in flight, and however long that is past."""
+    order = Order(300, 64 * KIB, MIB)
+
+    def add(count):
+        job = Job(OpKind.READ, 0, count * 64 * KIB, None, 0.0, None)
+        job.pieces.extend(Piece(job, 0, 0, 64 * KIB, ()) for _ in range(count))
+        order.add(job)
+        return job
+
+    add(1)
+    order.give_back(order.take()[0])
+    add(400)
+    held = order.take()
+    assert len(held) == 8
+    for _ in range(100):
+        add(1)
+        (piece,) = order.take()
+        order.give_back(piece)
+    for _ in range(80):  # the short ones are long past
+        order.give_back(held.pop(0))
+        held += order.take()
+    add(1)
+    issued: list[Piece] = []
+    while not any(piece.job.short for piece in issued):
+        order.give_back(held.pop(0))
+        taken = order.take()
+        held += taken
+        issued += taken
+    assert [piece.job.short for piece in issued].index(True) <= 2

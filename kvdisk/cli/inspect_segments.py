@@ -271,7 +271,7 @@ def _fill(report: SegmentReport, scan: ScannedSegment, header: SegmentHeader) ->
         end = pack.offset + pack.pack_bytes
         stored = int(scan.chunks.stored_bytes[pack.first : pack.end].sum())
         report.stored_bytes += stored
-        report.live_bytes += int(scan.chunks.live_bytes[pack.first : pack.end].sum())
+        report.live_bytes += sum(scan.chunks.live_bytes[pack.first : pack.end].tolist())  # of strangers: may be any
         report.header_bytes += pack.pack_bytes - stored
         report.chunk_count += pack.end - pack.first
         raw_headers += _raw_bytes(pack)

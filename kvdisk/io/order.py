@@ -37,6 +37,7 @@ class Job:
         "deadline",
         "error",
         "future",
+        "held_bytes",
         "kind",
         "late",
         "offset",
@@ -65,6 +66,7 @@ class Job:
         self.on_result = on_result
         self.pieces: deque[Piece] = deque()
         self.outstanding = 0
+        self.held_bytes = 0  # of pieces that are outstanding
         self.error: Exception | None = None
         self.cancelled = False
         self.late = False
@@ -127,7 +129,7 @@ class _Lanes:
         if not job.short:
             self._lead = max(0, self._lead - length)
         elif self.long:
-            self._lead += length
+            self._lead = min(self._lead_max, self._lead + length)  # or paying it off would keep short ones waiting
 
 
 class Order:
@@ -172,6 +174,7 @@ class Order:
                 break
             job.pieces.popleft()
             job.outstanding += 1
+            job.held_bytes += piece.length
             self._issue(job, piece.length)
             taken.append(piece)
         return taken
@@ -180,8 +183,20 @@ class Order:
         """The kernel is done with a piece for good."""
         job, size = piece.job, piece.held_bytes
         job.outstanding -= 1
+        job.held_bytes -= size
         self.inflight_ops -= 1
         self.inflight_bytes -= size
+        if not job.late:
+            self._leave_shares(job, size)
+
+    def expire(self, job: Job) -> None:
+        """A transfer is late: forget what was not issued. What was may never be given back, and must not keep others
+        from their shares of what is in flight."""
+        self.drop(job)
+        self._leave_shares(job, job.held_bytes)
+        job.late = True
+
+    def _leave_shares(self, job: Job, size: int) -> None:
         if job.kind is OpKind.WRITE:
             self._write_inflight_bytes -= size
         elif not job.short:
@@ -194,20 +209,18 @@ class Order:
         job.pieces.clear()
 
     def _next(self) -> Job | None:
-        most = self._inflight_bytes_max
-        room = most
+        long_room = write_room = self._inflight_bytes_max
         if self._issued_bytes - self._short_read_at < self._quiet_bytes:
-            room = min(most, _LONG_PIECES_BESIDE_SHORT * self._piece_bytes)
-        read = self._reads.first(room - self._long_read_inflight_bytes)
+            long_room = min(long_room, _LONG_PIECES_BESIDE_SHORT * self._piece_bytes)
+        read = self._reads.first(long_room - self._long_read_inflight_bytes)
         if not self.write_queue_bytes:
             return read
-        room = most
         if self._issued_bytes - self._read_at < self._quiet_bytes:
             reading = self.inflight_bytes - self._write_inflight_bytes
-            room = min(most, max(_WRITE_PIECES_BESIDE_READS * self._piece_bytes, reading // 3))
-        room -= self._write_inflight_bytes
-        write = self._writes.first(room)
-        if write is not None and write.pieces[0].length > room:
+            write_room = min(write_room, max(_WRITE_PIECES_BESIDE_READS * self._piece_bytes, reading // 3))
+        write_room -= self._write_inflight_bytes
+        write = self._writes.first(write_room)
+        if write is not None and write.pieces[0].length > write_room:
             write = None
         starving = self._overtaken_bytes >= _READ_PIECES_A_WRITE * self._piece_bytes
         return write if read is None or (write is not None and starving) else read

@@ -244,8 +244,12 @@ class Ring:
         Raises:
             OSError: the kernel takes nothing; EAGAIN, EBUSY, EINTR and ENOMEM pass, others do not.
         """
-        while self._prepared and (taken := self._lib.io_uring_submit(self._ring)):
+        while self._prepared:
+            taken = self._lib.io_uring_submit(self._ring)
             self._prepared -= taken
+            if not taken:  # a signal handler may have raised between a call and its count
+                self._prepared = int(self._lib.io_uring_sq_ready(self._ring))
+                break
         return self._prepared
 
     def unsubmitted(self) -> int:

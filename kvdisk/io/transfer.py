@@ -307,8 +307,7 @@ class Transfer:
     def _expire(self, job: Job) -> None:
         """Past the deadline: what was not issued never will be, and what was is waited for by `settled`."""
         self.counts.late += 1
-        self._order.drop(job)
-        job.late = True
+        self._order.expire(job)
         job.settled = asyncio.get_running_loop().create_future()
         if not job.outstanding:
             job.settled.set_result(None)

@@ -203,6 +203,7 @@ class UringEngine(FileCalls):
             while queue and not waiting and len(inflight) < self.iodepth and not self._broken:
                 token = next(self._tokens)
                 if not self._prepare(ring, token, queue[0]):
+                    waiting = 1
                     break
                 inflight[token] = queue.popleft()
                 waiting = ring.submit()

@@ -172,8 +172,6 @@ class Lookups:
         return LookupResult.HIT_PENDING
 
     def _allowed(self, key: bytes, wanted: TierFilter) -> bool:
-        if wanted is TierFilter.ALL:
-            return True
         in_memory = self.store.resident(key) is not None and wanted.allows(Medium.CPU, Locality.LOCAL)
         return in_memory or (key in self.store.index and wanted.allows(Medium.STORAGE, Locality.LOCAL))
 
