@@ -18,7 +18,11 @@ pytest.importorskip("vllm")
 
 from kvdisk.cli.inspect_report import Inspector
 from kvdisk.geometry import Geometry
-from kvdisk.units import GIB, MIB
+from kvdisk.io.protocol import Memory, Span
+from kvdisk.io.spans import SPANS_MAX, cut, merged
+from kvdisk.io.transfer import PIECE_BYTES
+from kvdisk.units import GIB, MIB, round_up
+from kvdisk.writer import PACK_BYTES_MAX
 from tests.vllm import harness as harness_module
 from tests.vllm.config import connector
 from tests.vllm.harness import Harness
@@ -160,3 +164,24 @@ def test_chunks_of_a_mebibyte_and_more_take_two_percent_more_on_disk_at_most(nam
         for group_id, figures in bytes_on_disk_over_live(geometry, chunks_at_once=at_once).items():
             assert figures.chunk_bytes == blocks_per_chunk * PLANNED[name][group_id][2]
             assert figures.ratio <= (1.02 if figures.chunk_bytes >= MIB else 1.03), figures
+
+
+@pytest.mark.parametrize("tp_size", [1, 8])
+@pytest.mark.parametrize("name", [*LARGE_MODELS, "pages of 4 KiB a rank"])
+def test_a_full_pack_leaves_in_ops_of_at_most_1024_buffers(name, tp_size):
+    """On each rank a chunk's part is in a slot of its own, and no slot lies beside the next: the most buffers."""
+    sizes = [-(-block_bytes // tp_size) for _, _, block_bytes in PLANNED.get(name, [(1, 1, 4096 * tp_size)])]
+    memories = [Memory(memoryview(bytearray()), rank << 40, "none") for rank in range(tp_size)]
+    for memory in memories:
+        memory.size = 1 << 39
+    for part in (round_up(size, 4096) for size in sizes):
+        count = max(1, PACK_BYTES_MAX // (part * tp_size))
+        spans = [Span(memory, (1 << 36) + 2 * n * part, part) for n in range(count) for memory in memories]
+        runs = merged(spans, 4096)
+        assert len(runs) == count * tp_size
+        ops = list(cut(runs, part * count * tp_size, PIECE_BYTES, 4096))
+        assert max(len(piece) for _, piece in ops) <= SPANS_MAX
+        assert max(size for size, _ in ops) <= PIECE_BYTES
+        assert [size for size, _ in ops] == [sum(span.length for span in piece) for _, piece in ops]
+        assert sum(size for size, _ in ops) == part * count * tp_size
+    assert name in LARGE_MODELS or len(runs) > SPANS_MAX
