@@ -162,6 +162,18 @@ def gemma_4_31b(layer_count: int | None = None) -> LargeModel:
     return LargeModel("gemma-4-31b", {f"layers.{i}": window if (i + 1) % pattern else full for i in range(count)})
 
 
+def _index(head_dim: int) -> MLAAttentionSpec:
+    """An indexer's keys: fp8 and a float32 scale a token. See DeepseekV32IndexerCache."""
+    return MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=head_dim + 4,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+
+
 def glm_5_2(layer_count: int | None = None) -> LargeModel:
     """A latent in every layer and an index in every fourth: two page sizes in one group, the same on all ranks.
 
@@ -183,14 +195,7 @@ def glm_5_2(layer_count: int | None = None) -> LargeModel:
             is_index_group_leader=has_index,
         )
         if has_index:
-            specs[f"layers.{i}.indexer.k_cache"] = MLAAttentionSpec(
-                block_size=64,
-                num_kv_heads=1,
-                max_tp_shards=1,
-                head_size=n["index_head_dim"] + 4,
-                dtype=torch.uint8,
-                cache_role=SparseCacheRole.INDEXER,
-            )
+            specs[f"layers.{i}.indexer.k_cache"] = _index(n["index_head_dim"])
     return LargeModel("glm-5.2", specs, tp_size=8, replicated=True)
 
 
@@ -229,14 +234,7 @@ def deepseek_v3_2(layer_count: int | None = None) -> LargeModel:
     """As DeepSeek-V3, and an index in every layer: two page sizes in one group."""
     n = numbers("deepseek-v3.2")
     specs = deepseek_v3(layer_count).specs
-    index = MLAAttentionSpec(
-        block_size=64,
-        num_kv_heads=1,
-        max_tp_shards=1,
-        head_size=n["index_head_dim"] + 4,
-        dtype=torch.uint8,
-        cache_role=SparseCacheRole.INDEXER,
-    )
+    index = _index(n["index_head_dim"])
     specs = {name: replace(latent, is_index_group_leader=True) for name, latent in specs.items()}
     specs |= {f"{name}.indexer.k_cache": index for name in specs}
     return LargeModel("deepseek-v3.2", specs, tp_size=8, replicated=True)
