@@ -494,8 +494,9 @@ def test_a_process_that_dies_at_its_start_is_replaced_by_a_thread(
 
 
 def test_the_process_imports_neither_torch_nor_vllm_and_runs_the_owners_kvdisk(start: Start, tmp_path: Path) -> None:
-    maps = Path(f"/proc/{start().pid}/maps").read_text()
-    assert "torch" not in maps
+    mapped = {Path(line.split()[-1]).name for line in Path(f"/proc/{start().pid}/maps").read_text().splitlines()}
+    # not their packages' directories: on CPUs vLLM puts the libgomp beside torch into its children's LD_PRELOAD
+    assert not [name for name in mapped if name.startswith(("libtorch", "libc10", "_C."))]
     script = "import sys, kvdisk.plane.child; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(kvdisk.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
