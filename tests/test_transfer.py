@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.io.errnos import Meaning, classify
-from kvdisk.io.order import Job, Order, Piece
+from kvdisk.io.order import QUIET_S, Job, Order, Piece
 from kvdisk.io.protocol import OpKind, Span
 from kvdisk.io.sim import Fault, SimDisk, SimEngine, SimulatedCrashError
 from kvdisk.io.spans import cut, merged, skip
@@ -726,33 +726,54 @@ async def test_what_a_late_write_still_holds_takes_nothing_of_what_others_may_ha
     rig.engine.release()
 
 
+def queue(order, kind, count):
+    """Queue a transfer of `count` pieces of 64 KiB."""
+    job = Job(kind, 0, count * 64 * KIB, None, 0.0, None)
+    job.pieces.extend(Piece(job, 0, 0, 64 * KIB, ()) for _ in range(count))
+    order.add(job)
+
+
 def test_short_reads_owe_long_ones_two_pieces_at_most():
     """However many went while a long one had all that it may have in flight, and however long that is past."""
     order = Order(300, 64 * KIB, MIB)
-
-    def add(count):
-        job = Job(OpKind.READ, 0, count * 64 * KIB, None, 0.0, None)
-        job.pieces.extend(Piece(job, 0, 0, 64 * KIB, ()) for _ in range(count))
-        order.add(job)
-        return job
-
-    add(1)
-    order.give_back(order.take()[0])
-    add(400)
-    held = order.take()
+    queue(order, OpKind.READ, 1)
+    order.give_back(order.take(0.0)[0])
+    queue(order, OpKind.READ, 400)
+    held = order.take(0.0)
     assert len(held) == 8
     for _ in range(100):
-        add(1)
-        (piece,) = order.take()
+        queue(order, OpKind.READ, 1)
+        (piece,) = order.take(0.0)
         order.give_back(piece)
     for _ in range(80):  # the short ones are long past
         order.give_back(held.pop(0))
-        held += order.take()
-    add(1)
+        held += order.take(0.0)
+    queue(order, OpKind.READ, 1)
     issued: list[Piece] = []
     while not any(piece.job.short for piece in issued):
         order.give_back(held.pop(0))
-        taken = order.take()
+        taken = order.take(0.0)
         held += taken
         issued += taken
     assert [piece.job.short for piece in issued].index(True) <= 2
+
+
+@pytest.mark.parametrize(("kind", "fewest"), [(OpKind.WRITE, 2), (OpKind.READ, 8)])
+def test_who_had_less_beside_short_reads_has_everything_again_some_time_after_the_last(kind, fewest):
+    order = Order(64, 64 * KIB, MIB)
+    queue(order, OpKind.READ, 1)
+    order.give_back(order.take(10.0)[0])
+    queue(order, kind, 100)
+    held = order.take(10.0 + 0.9 * QUIET_S)
+    assert len(held) == fewest
+    held += order.take(10.0 + 1.1 * QUIET_S)
+    assert len(held) == 16
+
+
+def test_of_all_that_could_go_at_once_a_write_is_overtaken_by_sixteen_pieces_and_no_more():
+    order = Order(64, 64 * KIB, 64 * MIB)
+    queue(order, OpKind.READ, 40)
+    queue(order, OpKind.WRITE, 40)
+    kinds = [piece.job.kind.value for piece in order.take(0.0)]
+    sixteen = ["read"] * 16
+    assert kinds == [*sixteen, "write", *sixteen, "write", *["read"] * 8, *["write"] * (40 // 3 - 2)]

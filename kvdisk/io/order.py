@@ -3,30 +3,33 @@
 - At most `inflight_bytes_max` bytes and `iodepth` pieces are in flight.
 - Reads go before writes: a request waits for a read, nobody waits for a write. Writes never starve: after
   `_READ_PIECES_A_WRITE` pieces' worth of reads have overtaken a waiting write, one piece of a write goes.
-- Within a direction, short transfers, of one piece, go before long ones: a request that wants one chunk does not wait
-  for another's thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES`
+- Within a direction, short transfers, of one piece, go before long ones: a request that wants one chunk does not
+  wait for another's thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES`
   ahead, each gets half of the bytes.
 - Otherwise transfers go in the order they came.
 
 A read's latency is made of what it meets in the device. So while there are reads, writes have two pieces in flight, or
 where more is being read a quarter of all, else everything: files that were never written before need it
 (docs/performance.md), and only the first read after a while meets it. And while there are short reads, long ones have
-eight pieces in flight, which keep a disk busy, else everything. "While" is told by bytes, not by a clock: until
-`_QUIET_TIMES` what may be in flight was issued since the last one.
+eight pieces in flight, which keep a disk busy, else everything. "While" is until `QUIET_S` after the last one.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from kvdisk.io.protocol import Op, OpKind, Span
 
-_READ_PIECES_A_WRITE: Final = 16
+_WRITE: Final = OpKind.WRITE  # looked up for each piece: an Enum's attribute takes a detour
 _LEAD_PIECES: Final = 2
+_READ_PIECES_A_WRITE: Final = 16
 _WRITE_PIECES_BESIDE_READS: Final = 2
 _LONG_PIECES_BESIDE_SHORT: Final = 8
-_QUIET_TIMES: Final = 4
+
+QUIET_S: Final = 0.1
+"""Some steps of a scheduler: reads that come closer together than that are one load."""
 
 
 class Job:
@@ -43,6 +46,7 @@ class Job:
         "offset",
         "on_result",
         "outstanding",
+        "over",
         "pieces",
         "settled",
         "short",
@@ -70,13 +74,9 @@ class Job:
         self.error: Exception | None = None
         self.cancelled = False
         self.late = False
+        self.over = False  # cancelled, late or failed: its end is decided, and only what the kernel holds is waited for
         self.settled: asyncio.Future[None] | None = None
         self.short = False
-
-    @property
-    def over(self) -> bool:
-        """Its end is decided; only what the kernel holds is waited for."""
-        return self.cancelled or self.late or self.error is not None
 
     def __str__(self) -> str:
         return f"{self.kind.value} of {self.total} bytes at offset {self.offset}"
@@ -104,28 +104,31 @@ class Piece(Op):
 
 
 class _Lanes:
-    """The transfers of one direction that have something to issue, short ones and long ones."""
+    """The transfers of one direction that have something to issue, short ones and long ones. Sizes in bytes."""
 
     __slots__ = ("_lead", "_lead_max", "long", "short")
 
     def __init__(self, lead_max: int) -> None:
         self.short: deque[Job] = deque()
         self.long: deque[Job] = deque()
-        self._lead = 0  # bytes that short ones had more than long ones that were waiting
+        self._lead = 0  # that short ones had more than long ones that were waiting
         self._lead_max = lead_max
 
-    def first(self, long_room: int) -> Job | None:
-        """Whose piece is next. long_room: bytes that a long one may take."""
+    def first(self, long_room: int) -> tuple[Job | None, int]:
+        """Whose piece is next, and how much of it may go before this is asked again: at least that piece.
+
+        long_room: what a long one may take.
+        """
         short = _first(self.short) if self.short else None
         long = _first(self.long) if self.long else None
-        if long is not None and long.pieces[0].length > long_room:
-            return short
-        if short is None or (long is not None and self._lead >= self._lead_max):
-            return long
-        return short
+        if long is None or long.pieces[0].length > long_room:
+            return short, 0
+        if short is None:
+            return long, long_room
+        return (long if self._lead >= self._lead_max else short), 0
 
     def taken(self, job: Job, length: int) -> None:
-        """A piece of `job` was issued."""
+        """Pieces of `job` were issued."""
         if not job.short:
             self._lead = max(0, self._lead - length)
         elif self.long:
@@ -133,11 +136,11 @@ class _Lanes:
 
 
 class Order:
-    """Queues of transfers. Sizes in bytes.
+    """Queues of transfers. Sizes in bytes, times in seconds of one clock.
 
     Args:
         iodepth, inflight_bytes_max: bounds of what is in flight.
-        piece_bytes: of the largest piece.
+        piece_bytes: of the largest piece; what the rules above count in.
     """
 
     def __init__(self, iodepth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
@@ -145,38 +148,46 @@ class Order:
         self.inflight_bytes = 0
         self.write_queue_bytes = 0
         self._iodepth = iodepth
-        self._piece_bytes = piece_bytes
         self._inflight_bytes_max = inflight_bytes_max
+        self._piece_bytes = piece_bytes
+        self._reads_a_write_bytes = _READ_PIECES_A_WRITE * piece_bytes
+        self._writes_beside_reads_bytes = min(inflight_bytes_max, _WRITE_PIECES_BESIDE_READS * piece_bytes)
+        self._long_beside_short_bytes = min(inflight_bytes_max, _LONG_PIECES_BESIDE_SHORT * piece_bytes)
         self._reads = _Lanes(_LEAD_PIECES * piece_bytes)
         self._writes = _Lanes(_LEAD_PIECES * piece_bytes)
         self._write_inflight_bytes = 0
         self._long_read_inflight_bytes = 0
         self._overtaken_bytes = 0  # reads issued since a write has been waiting
-        self._quiet_bytes = _QUIET_TIMES * inflight_bytes_max
-        self._issued_bytes = 0
-        self._read_at = self._short_read_at = -self._quiet_bytes  # of `_issued_bytes`, when the last of them was issued
+        self._read_at = self._short_read_at = -inf  # when the last of them was issued
 
     def add(self, job: Job) -> None:
         """Queue a transfer whose pieces are cut."""
         lanes = self._reads
-        if job.kind is OpKind.WRITE:
+        if job.kind is _WRITE:
             self.write_queue_bytes += job.total
             lanes = self._writes
         job.short = job.total <= self._piece_bytes
         (lanes.short if job.short else lanes.long).append(job)
 
-    def take(self) -> list[Piece]:
+    def take(self, now: float) -> list[Piece]:
         """The pieces that may go now, which count as in flight from now on."""
         taken: list[Piece] = []
-        while self.inflight_ops < self._iodepth and (job := self._next()) is not None:
-            piece = job.pieces[0]
-            if self.inflight_ops and self.inflight_bytes + piece.length > self._inflight_bytes_max:
+        while self.inflight_ops < self._iodepth:
+            job, room = self._next(now)
+            if job is None:
                 break
-            job.pieces.popleft()
-            job.outstanding += 1
-            job.held_bytes += piece.length
-            self._issue(job, piece.length)
-            taken.append(piece)
+            pieces = job.pieces
+            size = pieces[0].length
+            if self.inflight_ops and self.inflight_bytes + size > self._inflight_bytes_max:
+                break
+            room = min(room, self._inflight_bytes_max - self.inflight_bytes)
+            most = len(taken) + self._iodepth - self.inflight_ops
+            before = len(taken)
+            taken.append(pieces.popleft())
+            while pieces and len(taken) < most and size + pieces[0].length <= room:
+                size += pieces[0].length
+                taken.append(pieces.popleft())
+            self._issue(job, len(taken) - before, size, now)
         return taken
 
     def give_back(self, piece: Piece) -> None:
@@ -186,59 +197,67 @@ class Order:
         job.held_bytes -= size
         self.inflight_ops -= 1
         self.inflight_bytes -= size
-        if not job.late:
-            self._leave_shares(job, size)
+        if job.late:
+            return
+        if job.kind is _WRITE:
+            self._write_inflight_bytes -= size
+        elif not job.short:
+            self._long_read_inflight_bytes -= size
 
     def expire(self, job: Job) -> None:
         """A transfer is late: forget what was not issued. What was may never be given back, and must not keep others
         from their shares of what is in flight."""
         self.drop(job)
-        self._leave_shares(job, job.held_bytes)
-        job.late = True
-
-    def _leave_shares(self, job: Job, size: int) -> None:
-        if job.kind is OpKind.WRITE:
-            self._write_inflight_bytes -= size
+        if job.kind is _WRITE:
+            self._write_inflight_bytes -= job.held_bytes
         elif not job.short:
-            self._long_read_inflight_bytes -= size
+            self._long_read_inflight_bytes -= job.held_bytes
+        job.late = job.over = True
 
     def drop(self, job: Job) -> None:
         """Forget what of a transfer was not issued yet."""
-        if job.kind is OpKind.WRITE:
+        if job.kind is _WRITE:
             self.write_queue_bytes -= sum(piece.length for piece in job.pieces)
         job.pieces.clear()
 
-    def _next(self) -> Job | None:
-        long_room = write_room = self._inflight_bytes_max
-        if self._issued_bytes - self._short_read_at < self._quiet_bytes:
-            long_room = min(long_room, _LONG_PIECES_BESIDE_SHORT * self._piece_bytes)
-        read = self._reads.first(long_room - self._long_read_inflight_bytes)
+    def _next(self, now: float) -> tuple[Job | None, int]:
+        """As of `_Lanes.first`."""
+        room = self._inflight_bytes_max
+        if now - self._short_read_at < QUIET_S:
+            room = self._long_beside_short_bytes
+        read, read_room = self._reads.first(room - self._long_read_inflight_bytes)
         if not self.write_queue_bytes:
-            return read
-        if self._issued_bytes - self._read_at < self._quiet_bytes:
+            return read, read_room
+        room = self._inflight_bytes_max
+        if now - self._read_at < QUIET_S:
             reading = self.inflight_bytes - self._write_inflight_bytes
-            write_room = min(write_room, max(_WRITE_PIECES_BESIDE_READS * self._piece_bytes, reading // 3))
-        write_room -= self._write_inflight_bytes
-        write = self._writes.first(write_room)
-        if write is not None and write.pieces[0].length > write_room:
+            room = min(room, max(self._writes_beside_reads_bytes, reading // 3))
+        room -= self._write_inflight_bytes
+        write, write_room = self._writes.first(room)
+        if write is not None and write.pieces[0].length > room:
             write = None
-        starving = self._overtaken_bytes >= _READ_PIECES_A_WRITE * self._piece_bytes
-        return write if read is None or (write is not None and starving) else read
+        if read is None:
+            return write, write_room
+        overtake = self._reads_a_write_bytes - self._overtaken_bytes
+        if write is not None and overtake <= 0:
+            return write, 0
+        return read, read_room if write is None else min(read_room, overtake)
 
-    def _issue(self, job: Job, size: int) -> None:
-        """Count a piece of `job` as in flight."""
-        self.inflight_ops += 1
+    def _issue(self, job: Job, count: int, size: int, now: float) -> None:
+        """Count pieces of `job` as in flight."""
+        job.outstanding += count
+        job.held_bytes += size
+        self.inflight_ops += count
         self.inflight_bytes += size
-        self._issued_bytes += size
-        if job.kind is OpKind.WRITE:
+        if job.kind is _WRITE:
             self._overtaken_bytes = 0
             self.write_queue_bytes -= size
             self._write_inflight_bytes += size
             self._writes.taken(job, size)
             return
-        self._read_at = self._issued_bytes
+        self._read_at = now
         if job.short:
-            self._short_read_at = self._issued_bytes
+            self._short_read_at = now
         else:
             self._long_read_inflight_bytes += size
         if self.write_queue_bytes:

@@ -44,6 +44,7 @@ _SMALL_VECTOR: Final = 16
 _HEAD_BYTES: Final = 16
 _IOVEC_BYTES: Final = 40
 _ENTRY_BYTES: Final = 16  # struct iovec: pointer and size_t
+_one_entry = struct.Struct("2Q").pack_into
 _PIECE_BYTES: Final = 1 << 30  # the kernel registers at most 1 GiB an entry
 
 # os.eventfd_read gives up the GIL for a call that never blocks. Beside a thread that is busy in Python, getting it back
@@ -117,7 +118,7 @@ def _is_writable(address: int, size: int) -> bool:
 class Vector:
     """A rewritable `Iovec` of up to `capacity` entries; used by one op at a time."""
 
-    __slots__ = ("_count", "_entries", "capacity", "iovec")
+    __slots__ = ("_count", "_entries", "_words", "capacity", "iovec")
 
     def __init__(self, lib: Any, capacity: int) -> None:
         self.capacity = capacity
@@ -127,13 +128,19 @@ class Vector:
         assert self._count.value == capacity
         assert pointer
         self._entries = (ctypes.c_ubyte * (capacity * _ENTRY_BYTES)).from_address(pointer)
+        self._words = 2 * capacity
 
     def fill(self, flat: Sequence[int]) -> None:
         """Point it at `flat`: address, length, address, length, ..."""
         words = len(flat)
         assert 0 < words <= 2 * self.capacity
-        struct.pack_into(f"{words}Q", self._entries, 0, *flat)
-        self._count.value = words >> 1
+        if words == 2:
+            _one_entry(self._entries, 0, *flat)
+        else:
+            struct.pack_into(f"{words}Q", self._entries, 0, *flat)
+        if words != self._words:
+            self._words = words
+            self._count.value = words >> 1
 
 
 class Ring:

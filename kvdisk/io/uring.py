@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from kvdisk.errors import EngineUnavailableError
 from kvdisk.io.files import SYNC_FILE_RANGE_WRITE_AND_WAIT, FileCalls, join, writeback_failed
-from kvdisk.io.protocol import Memory, Op, OpKind, nobody
+from kvdisk.io.protocol import Memory, Op, OpKind, Span, nobody
 from kvdisk.io.ring import Ring, Vector, load_binding, piece_index, pieces
 from kvdisk.io.spans import addresses
 
@@ -37,6 +37,7 @@ _RETRY_S: Final = 0.001
 _FIXED_FAILURES_MAX: Final = 3
 _TRANSIENT: Final = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
 # What kernels with faulty registered buffers answer for a request that is fine without them (axboe/liburing#994).
+_WRITE: Final = OpKind.WRITE  # looked up for each op: an Enum's attribute takes a detour
 _FIXED_SUSPECT: Final = (-errno.EFAULT, -errno.EIO, -errno.EINVAL, -errno.EOPNOTSUPP)
 
 # Ops in flight at close, never given back by the kernel: their memory must not be freed as long as the process lives.
@@ -184,10 +185,8 @@ class UringEngine(FileCalls):
             first = self._first_buffer.get(memory)
             if first is not None and (piece := piece_index(start, length)) >= 0:
                 index = first + piece
-                for other, start, length in op.spans[1:]:
-                    if other is not memory or piece_index(start, length) != piece:
-                        index = -1
-                        break
+                if len(op.spans) > 1 and not _in_piece(op.spans, memory, piece):
+                    index = -1
         return _Flight(op, flat, index)
 
     def _flush(self) -> None:
@@ -237,7 +236,7 @@ class UringEngine(FileCalls):
             flight.vector = ring.vector(len(flight.flat) >> 1)
             flight.vector.fill(flight.flat)
         index = flight.buffer_index if self.info.registered else -1
-        return ring.prepare(token, op.kind is OpKind.WRITE, op.fd, op.offset, flight.vector, index)
+        return ring.prepare(token, op.kind is _WRITE, op.fd, op.offset, flight.vector, index)
 
     def _give_up(self, error: OSError) -> None:
         """The kernel takes no more submissions. What it has will still complete; what it never saw ends here."""
@@ -300,10 +299,13 @@ class UringEngine(FileCalls):
         flight.vector = None
         if result > 0 and self.buffered:
             flight.result = result
-            flight.step = flight.SYNC if flight.op.kind is OpKind.WRITE else flight.DROP
+            flight.step = flight.SYNC if flight.op.kind is _WRITE else flight.DROP
             self._queue.appendleft(flight)
             return
-        self._done(flight.op, result)
+        try:
+            flight.op.done(result)
+        except Exception as error:
+            self._failed(error)
 
     def _left_cache(self, flight: _Flight, result: int) -> None:
         """One step of taking a buffered transfer out of the page cache is over; see `files.drop_cached`."""
@@ -316,9 +318,13 @@ class UringEngine(FileCalls):
     def _done(self, op: Op, result: int) -> None:
         try:
             op.done(result)
-        except Exception as error:  # a bug of one owner must not lose the completions of the others
-            assert self._loop is not None
-            self._loop.call_exception_handler({"message": "done() of an op failed", "exception": error})
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """A bug of one owner must not lose the completions of the others."""
+        assert self._loop is not None
+        self._loop.call_exception_handler({"message": "done() of an op failed", "exception": error})
 
     def _count_fixed_failure(self) -> None:
         self.fixed_failures += 1
@@ -329,6 +335,11 @@ class UringEngine(FileCalls):
 
     def _note(self, text: str) -> None:
         self.info = self.info._replace(detail=join(self.info.detail, text))
+
+
+def _in_piece(spans: Sequence[Span], memory: Memory, piece: int) -> bool:
+    """Whether all of `spans` lie in one piece of `memory`."""
+    return all(other is memory and piece_index(start, length) == piece for other, start, length in spans)
 
 
 def _wait_one(ring: Ring) -> int:
