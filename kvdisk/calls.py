@@ -1,12 +1,12 @@
-"""Calls that block on a file system, made from an event loop: each in a thread that nobody joins, each with a deadline.
+"""Calls that block on a file system, made from an event loop: each in a daemon thread, each with a deadline.
 
 A file system that hangs (a network mount, a device in error recovery) holds its caller for ever, and a thread that
 hangs in a pool takes the pool with it, and the end of the process. These calls are rare, one or two a segment, so
 each gets a thread of its own.
 """
 
-import _thread
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -29,7 +29,7 @@ async def call_in_thread(
     """The result of `work()`, or its exception.
 
     Args:
-        work: blocks; runs on a thread of its own.
+        work: blocks; runs on a daemon thread.
         timeout_s: from now.
         what: for the message.
         discard: called on the loop with a result that came too late.
@@ -59,7 +59,7 @@ async def call_in_thread(
         except RuntimeError:  # the loop was closed meanwhile; nobody waits any more
             pass
 
-    _thread.start_new_thread(run, ())  # threading.Thread.start() waits for it to run, which takes longer than most calls
+    threading.Thread(target=run, name=f"kvdisk-{what}", daemon=True).start()
     done, _ = await asyncio.wait([future], timeout=timeout_s)
     if done:
         return future.result()
