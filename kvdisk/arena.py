@@ -98,13 +98,18 @@ class Arena(Generic[OwnerT]):
         takeable = run.owner is None or run.owner.can_evict()
         if takeable == run.takeable:
             return
-        run.takeable = takeable
         if not takeable:
-            self._takeable_units -= run.units
+            self.keep(run)
             return
+        run.takeable = True
         self._takeable_units += run.units
         if self._no_run_of <= self.unit_count and self._units_around(run, self._no_run_of) >= self._no_run_of:
             self._no_run_of = self.unit_count + 1
+
+    def keep(self, run: Run[OwnerT]) -> None:
+        """To be called when a run that may be taken may no more: `note`, for the commonest case."""
+        run.takeable = False
+        self._takeable_units -= run.units
 
     def release(self, run: Run[OwnerT]) -> None:
         """Free a slot; joined with free neighbours, so that the sweep stays short."""

@@ -29,13 +29,15 @@ class Resident:
 
     parts: live bytes on each rank; a rank may have none. live_bytes, stored_bytes: their sum, and what it takes on
     disk; the store sets both with the slot. position: end in tokens. parent: key of its prefix or b"".
-    pins: reasons to keep the slot. forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O.
-    unflushed: counts against the bound on unflushed slots. replaces: where older bytes of this key may lie on disk.
+    pins: reasons to keep the slot. holds: those of them that are requests which wait for it or load it.
+    forgotten: no longer a hit for anyone; the slot is freed with the last pin or I/O. unflushed: counts against the
+    bound on unflushed slots. replaces: where older bytes of this key may lie on disk.
     """
 
     __slots__ = (
         "forgotten",
         "group",
+        "holds",
         "key",
         "live_bytes",
         "parent",
@@ -61,6 +63,7 @@ class Resident:
         self.parent = parent
         self.state = state
         self.pins = 0
+        self.holds = 0
         self.used = False
         self.forgotten = False
         self.retries = 0
@@ -82,7 +85,8 @@ class Resident:
     @property
     def is_hit(self) -> bool:
         """Whether the slot holds the chunk's whole and verified bytes."""
-        return self.state in _HITS
+        return self.state in HITS
 
 
-_HITS = (State.DIRTY, State.FLUSHING, State.CLEAN)
+HITS = (State.CLEAN, State.DIRTY, State.FLUSHING)
+"""See `Resident.is_hit`, where a call would cost too much."""

@@ -45,8 +45,10 @@ class Slots:
         resident.live_bytes, resident.stored_bytes, units = footprint(resident.parts, self._alignment)
         evicted: list[Resident] = []
         run = self._arena.allocate(units, resident, evicted)
-        for old in evicted:
-            self._lose(old)
+        if evicted:
+            self._counters["slots_evicted"] += len(evicted)
+            for old in evicted:
+                self._lose(old)
         if run is None:
             self._counters["slots_refused"] += 1
             return False
@@ -74,8 +76,9 @@ class Slots:
     def pin(self, resident: Resident) -> None:
         """Keep the slot until the matching `unpin`."""
         resident.pins += 1
-        if resident.run.takeable:
-            self._arena.note(resident.run)
+        run = resident.run
+        if run.takeable:
+            self._arena.keep(run)
 
     def unpin(self, resident: Resident) -> None:
         """Undo one `pin`."""
@@ -85,5 +88,4 @@ class Slots:
 
     def _lose(self, resident: Resident) -> None:
         del self.by_key[resident.key]
-        self._counters["slots_evicted"] += 1
         self._on_evicted(resident)

@@ -10,7 +10,7 @@ A chunk is in a slot (a resident), on disk (in the index), or both. What must ho
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from enum import Enum, auto
 from itertools import count
@@ -55,7 +55,12 @@ class Presence(Enum):
 
 
 class Store:
-    """See the module's docstring. Not thread-safe: one thread owns it."""
+    """See the module's docstring. Not thread-safe: one thread owns it.
+
+    Attributes that are calls, bound once because each runs for every key of every lookup:
+        resident: of a key, whatever its state; None if it has none.
+        pin: keep the slot of a resident until the matching `unpin`.
+    """
 
     def __init__(self, config: StoreConfig, rng: Random) -> None:
         for root, segments in enumerate(config.segments_max):
@@ -78,6 +83,9 @@ class Store:
         self._slots = Slots(
             self.arena, config.alignment, self.counters, on_evicted=self._lost_slot, on_rest=self._at_rest
         )
+        self.resident: Callable[[bytes], Resident | None] = self._slots.by_key.get
+        self.pin: Callable[[Resident], None] = self._slots.pin
+        self.unpin: Callable[[Resident], None] = self._slots.unpin
         ids = count(1)
         self._resets = Resets(self.counters, new_id=ids.__next__, late=self._late)
         self._reads = Reads(
@@ -110,10 +118,6 @@ class Store:
         if resident is not None:
             return Presence.READY if resident.is_hit else Presence.PENDING
         return Presence.ON_DISK if key in self.index else Presence.ABSENT
-
-    def resident(self, key: bytes) -> Resident | None:
-        """The resident of `key`, whatever its state."""
-        return self._slots.by_key.get(key)
 
     def touch(self, key: bytes) -> None:
         """Note a use, in the slot and in the segment."""
@@ -213,14 +217,6 @@ class Store:
         self._reads.want(resident, extent)
         self.table.touch(extent.segment)
         return resident
-
-    def pin(self, resident: Resident) -> None:
-        """Keep the slot until the matching `unpin`."""
-        self._slots.pin(resident)
-
-    def unpin(self, resident: Resident) -> None:
-        """Undo one `pin`."""
-        self._slots.unpin(resident)
 
     # ---- the data plane
 

@@ -3,9 +3,9 @@
 - At most `inflight_bytes_max` bytes and `iodepth` pieces are in flight.
 - Reads go before writes: a request waits for a read, nobody waits for a write. Writes never starve: after
   `_READ_PIECES_A_WRITE` pieces' worth of reads have overtaken a waiting write, one piece of a write goes.
-- Within a direction, short transfers, of one piece, go before long ones: a request that wants one chunk does not
-  wait for another's thousand, nor a segment's header for packs. They never starve the long: once they are `_LEAD_PIECES`
-  ahead, each gets half of the bytes.
+- Within a direction, short transfers, of a piece's bytes, go before long ones: a request that wants one chunk does not
+  wait for another's thousand, nor a segment's header for packs. They never starve the long: once they are
+  `_LEAD_PIECES` ahead, each gets half of the bytes.
 - Otherwise transfers go in the order they came.
 
 A read's latency is made of what it meets in the device. So while there are reads, writes have two pieces in flight, or

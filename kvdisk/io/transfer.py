@@ -187,7 +187,7 @@ class Transfer:
 
     def _pump(self) -> None:
         """Issue what fits, in one call of the engine."""
-        if self._pumping or self._loop is None:  # a refused submission ends pieces, which pumps: one level of it is enough
+        if self._pumping or self._loop is None:  # a refused submission ends pieces, which pumps: one level is enough
             return
         self._pumping = True
         try:

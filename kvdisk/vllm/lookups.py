@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext, TierFilter
 
-from kvdisk.resident import Resident
+from kvdisk.resident import HITS, Resident
 from kvdisk.store import Store
 from kvdisk.vllm.requests import NEVER, Groups, Request
 
 NO_SLOT_S_MAX = 10.0
 """A request that finds no slot for a chunk on disk is told to come back for this long, then to recompute."""
+
+# Looked up for each key: an Enum's attribute takes a detour.
+_HIT, _HIT_PENDING, _MISS, _ALL = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, TierFilter.ALL
 
 IDLE_STEPS_MAX = 64
 """Steps without a lookup after which a request's pins are taken back: it was scheduled otherwise, or forgotten."""
@@ -62,8 +65,8 @@ class Lookups:
         self._step = 0
         self._waiting: dict[str, Request] = {}  # those with pins or in the queue
         self._queue: OrderedDict[str, float] = OrderedDict()  # requests that found no slot -> since when
-        self._held: dict[Resident, int] = {}  # slots that requests wait for or load from -> how many requests
-        self._held_units = 0
+        self._hits = self._misses = 0  # of this step: a Counter costs as much as the rest of a miss
+        self._held_units = 0  # of slots that requests wait for or load from
         self._loading: dict[bytes, int] = {}  # key -> ticket of the last load of it
 
     # ---- lookups
@@ -75,9 +78,12 @@ class Lookups:
         if request.cutting:
             return self._cut_scan(key, request, req_context)
         resident = request.pins.get(key)
-        if resident is None or resident.forgotten:
+        if resident is None:
             return self._first_answer(key, request, req_context)
-        return LookupResult.HIT if resident.is_hit else LookupResult.HIT_PENDING
+        if resident.forgotten:
+            self._unpin(key, request)
+            return self._first_answer(key, request, req_context)
+        return _HIT if resident.state in HITS else _HIT_PENDING
 
     def _begin_scan(self, key: OffloadKey, request: Request, req_context: ReqContext) -> None:
         """The first lookup of a request in a step: is there anything to be learned from it?"""
@@ -141,35 +147,47 @@ class Lookups:
         """
         position = _position(key, req_context)
         first = request.scanned.setdefault(group_of(key), position)
-        return LookupResult.MISS if position > first else LookupResult.HIT_PENDING
+        return _MISS if position > first else _HIT_PENDING
 
     def _first_answer(self, key: OffloadKey, request: Request, req_context: ReqContext) -> LookupResult:
-        store = self.store
-        if key in request.pins:
-            self._unpin(key, request)
+        """Of a key that the request has no pin for."""
+        store, groups = self.store, self._groups
         resident = store.resident(key)
         if resident is None and key not in store.index:
-            self._counters["misses"] += 1
-            return LookupResult.MISS
-        if req_context.load_tier_filter is not TierFilter.ALL and not self._allowed(key, req_context.load_tier_filter):
-            return LookupResult.MISS
+            self._misses += 1
+            return _MISS
+        if req_context.load_tier_filter is not _ALL and not self._allowed(key, req_context.load_tier_filter):
+            return _MISS
         group = group_of(key) if resident is None else resident.group
-        if not self._has_budget(group, request) and not self._make_budget(group, _position(key, req_context), request):
-            self._counters["misses_over_budget"] += 1
-            return LookupResult.MISS
+        units, budget, is_windowed = groups.limits[group]
+        pinned = request.pinned_units.get(group, 0) + units
+        if pinned > budget:
+            if not is_windowed or not self._make_budget(group, _position(key, req_context), request):
+                self._counters["misses_over_budget"] += 1
+                return _MISS
+            pinned = request.pinned_units.get(group, 0) + units
         if resident is None:
             resident = self._promote(key, _position(key, req_context), request)
-        elif resident not in self._held and self._held_units + resident.run.units > self._groups.held_max:
+        elif not resident.holds and self._held_units + resident.run.units > groups.held_max:
             resident = None
         if resident is None:
-            return self._no_slot(request, self._groups.units[group])
+            return self._no_slot(request, units)
         resident.used = True
-        self._pin(key, resident, request)
-        if resident.is_hit:
-            self._counters["hits"] += 1
-            return LookupResult.HIT
+        store.pin(resident)  # `hold`, without the call that it costs
+        if not resident.holds:
+            self._held_units += resident.run.units
+        resident.holds += 1
+        request.pinned_units[group] = pinned
+        if not request.pins:
+            self._waiting[request.req_id] = request
+        request.pins[key] = resident
+        if is_windowed:
+            request.window_pins.setdefault(group, {})[key] = resident
+        if resident.state in HITS:
+            self._hits += 1
+            return _HIT
         request.waits[key] = resident
-        return LookupResult.HIT_PENDING
+        return _HIT_PENDING
 
     def _allowed(self, key: bytes, wanted: TierFilter) -> bool:
         in_memory = self.store.resident(key) is not None and wanted.allows(Medium.CPU, Locality.LOCAL)
@@ -229,38 +247,26 @@ class Lookups:
 
     # ---- pins
 
-    def _has_budget(self, group: int, request: Request) -> bool:
-        """Whether the request may pin one more slot of this group."""
-        groups = self._groups
-        return request.pinned_units.get(group, 0) <= groups.budget[group] - groups.units[group]
-
     def _make_budget(self, group: int, position: int, request: Request) -> bool:
         """Let go of pins of a window that ended elsewhere, which are of no use any more; whether that made room."""
-        if group not in self._groups.windows:
-            return False
         reach = self._groups.window_tokens(group)
         for key, resident in list(request.window_pins[group].items()):
             if abs(resident.position - position) >= reach:
                 self._unpin(key, request)
-        return self._has_budget(group, request)
+        return request.pinned_units.get(group, 0) + self._groups.units[group] <= self._groups.budget[group]
 
     def hold(self, resident: Resident) -> None:
         """Keep a slot until `let_go`; it counts against what waiting requests may pin."""
         self.store.pin(resident)
-        count = self._held.get(resident)
-        if count is None:
-            self._held[resident] = 1
+        if not resident.holds:
             self._held_units += resident.run.units
-        else:
-            self._held[resident] = count + 1
+        resident.holds += 1
 
     def let_go(self, resident: Resident) -> None:
         """Undo one `hold`."""
-        count = self._held[resident] - 1
-        if count:
-            self._held[resident] = count
-        else:
-            del self._held[resident]
+        assert resident.holds > 0
+        resident.holds -= 1
+        if not resident.holds:
             self._held_units -= resident.run.units
         self.store.unpin(resident)
 
@@ -273,17 +279,6 @@ class Lookups:
         for key in keys:
             if self._loading.get(key) == ticket:
                 del self._loading[key]
-
-    def _pin(self, key: bytes, resident: Resident, request: Request) -> None:
-        self.hold(resident)
-        group = resident.group
-        pinned = request.pinned_units
-        pinned[group] = pinned.get(group, 0) + self._groups.units[group]
-        if not request.pins:
-            self._waiting[request.req_id] = request
-        request.pins[key] = resident
-        if group in self._groups.windows:
-            request.window_pins.setdefault(group, {})[key] = resident
 
     def _unpin(self, key: bytes, request: Request) -> None:
         resident = request.pins.pop(key)
@@ -326,6 +321,9 @@ class Lookups:
             head = self._waiting[next(iter(self._queue))]
             if head.step == self._step and head.starved_step != self._step and not head.cutting:
                 del self._queue[head.req_id]  # its scan found a slot for everything
+        self._counters["hits"] += self._hits
+        self._counters["misses"] += self._misses
+        self._hits = self._misses = 0
         self._step += 1
         for request in list(self._waiting.values()):
             if self._step - request.step > IDLE_STEPS_MAX:

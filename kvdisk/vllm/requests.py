@@ -104,6 +104,7 @@ class Groups:
     Attributes:
         full: ids of those others, in vLLM's order.
         budget: units that one request may pin, by group id. held_max: that all waiting requests may pin together.
+        limits: by group id, units, budget, and whether it is one of `windows`: for lookups, of which there are many.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Groups:
             group for group, chunks in windows.items() if self.budget[group] < chunks * units[group]
         )
         self.budget.update(self._split(self.held_max - sum(self.budget.values())))
+        self.limits = {group: (units[group], self.budget[group], group in windows) for group in units}
 
     def window_tokens(self, group: int) -> int:
         """How far from a key of a windowed group others of the same window can be."""

@@ -271,9 +271,11 @@ def test_deferred_requests_look_at_a_few_of_their_chunks_a_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[Resident] = []
-    is_hit = Resident.is_hit.fget
-    assert is_hit is not None
-    monkeypatch.setattr(Resident, "is_hit", property(lambda self: looked_at.append(self) or is_hit(self)))
+    state: Any = Resident.state
+    look = property(
+        lambda self: looked_at.append(self) or state.__get__(self), lambda self, value: state.__set__(self, value)
+    )
+    monkeypatch.setattr(Resident, "state", look)
     desk = Desk(engine(FULL))
     tokens = prompt(50)
     writer = desk.request(tokens)

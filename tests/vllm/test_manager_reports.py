@@ -253,4 +253,5 @@ def test_lookups_of_requests_that_miss_are_counted(engine: Engine) -> None:
     desk.answers.clear()
     assert desk.ask(desk.request(prompt(5))) == 0
     assert desk.answers == {LookupResult.MISS: 1}
+    desk.end_step()
     assert desk.manager.counters["misses"] == 1
