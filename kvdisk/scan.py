@@ -40,9 +40,13 @@ from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 
 logger = logging.getLogger("kvdisk")
 
-_LANES = 16
-_LANE_FILES = 12
-"""Files that a lane has opened together: a thread for each would cost more than all else that is done for it."""
+_BATCHES = 3
+_BATCH_FILES = 64
+"""Files that are opened together, in one thread's call, while those of other batches are being read: a thread for each
+would cost more than all else that is done for it."""
+
+_LANES = 12
+"""Files of a batch that are read at a time."""
 
 _HEADER_GUESS_BYTES = 64 << 10
 _TAIL_GUESS_BYTES = 64 << 10
@@ -121,17 +125,20 @@ class Scanner:
             paths: of the files.
             take: gets each result as soon as there is one; what it waits for keeps others from being read.
         """
-        together = max(1, min(_LANE_FILES, len(paths) // _LANES))
-        firsts = iter(range(0, len(paths), together))
+        batches = iter(range(0, len(paths), _BATCH_FILES))
 
-        async def lane() -> None:
-            for first in firsts:  # shared: a disk that hangs for one lane's files keeps no other from the rest
-                files = paths[first : first + together]
+        async def lane(files: Iterator[tuple[SegmentFile, str]]) -> None:
+            for file, path in files:  # shared: a disk that hangs for one lane's file keeps no other from the rest
+                await take(await self._find_one(file, path))
+
+        async def work() -> None:
+            for first in batches:  # shared, too
+                files = paths[first : first + _BATCH_FILES]
                 await self._files.prepare(files)
-                for file, path in files:
-                    await take(await self._find_one(file, path))
+                rest = iter(files)
+                await asyncio.gather(*(lane(rest) for _ in range(_LANES)))
 
-        await asyncio.gather(*(lane() for _ in range(_LANES)))
+        await asyncio.gather(*(work() for _ in range(_BATCHES)))
 
     async def _find_one(self, file: SegmentFile, path: str) -> FoundSegment:
         try:

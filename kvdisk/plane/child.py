@@ -51,6 +51,7 @@ IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LOG_BACKLOG_MAX: Final = MIB  # what an owner that does not listen may miss
 _FOUND_BACKLOG_MAX: Final = 16 * MIB
+_FOUND_BYTES: Final = 160 << 10  # fits into the socket, with the segment that goes beyond it
 _ORPHAN_S: Final = 120.0  # an orphan's commands end by their own deadlines; this is for bugs
 _OWNER_POLL_S: Final = 0.5
 
@@ -74,6 +75,8 @@ class _Server:
         self._backend: Backend | None = None
         self._is_open = False
         self._done: list[Completion] = []
+        self._untold: list[FoundSegment] = []  # found, and not told to the owner
+        self._untold_bytes = 0
         self._info: EngineInfo | None = None
 
     async def run(self) -> None:
@@ -143,6 +146,7 @@ class _Server:
         epoch = 0
         if request.scan:
             epoch = await backend.open(instances, config, self._found)
+            await self._tell_found()
         else:
             backend.resume(instances, config)
         self._send(Opened(epoch))
@@ -151,7 +155,15 @@ class _Server:
         self._is_open = True
 
     async def _found(self, segment: FoundSegment) -> None:
-        self._send(Found(segment))
+        self._untold.append(segment)
+        self._untold_bytes += sum([len(pack.entries) for pack in segment.packs])
+        if self._untold_bytes > _FOUND_BYTES:
+            await self._tell_found()
+
+    async def _tell_found(self) -> None:
+        """Several segments a message: each wakes the owner, which costs as much as finding a segment."""
+        segments, self._untold, self._untold_bytes = self._untold, [], 0
+        self._send(Found(segments))
         if self._sender.backlog_bytes > _FOUND_BACKLOG_MAX:
             await self._all_sent()
 

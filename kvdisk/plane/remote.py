@@ -140,7 +140,8 @@ class ProcessPlane:
         try:
             self._send_open(scan=True)
             while isinstance(event := self._process.next_event(None), Found):
-                take(event.segment)
+                for segment in event.segments:
+                    take(segment)
         except PlaneUnavailableError as error:
             raise OSError(errno.EIO, str(error)) from error
         if not isinstance(event, Opened):

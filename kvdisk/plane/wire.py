@@ -64,7 +64,7 @@ class Start(msgspec.Struct, array_like=True, tag=True):
 
 
 class Open(msgspec.Struct, array_like=True, tag=True):
-    """Begin to work. scan: tell first what is there. Answered by Found for each segment, and Opened; or Refused."""
+    """Begin to work. scan: tell first what is there. Answered by Found, until all was told, and Opened; or Refused."""
 
     claimed: list[Claimed]
     config: StoreConfig
@@ -97,9 +97,9 @@ class Started(msgspec.Struct, array_like=True, tag=True):
 
 
 class Found(msgspec.Struct, array_like=True, tag=True):
-    """A segment that is there."""
+    """Segments that are there."""
 
-    segment: FoundSegment
+    segments: list[FoundSegment]
 
 
 class Opened(msgspec.Struct, array_like=True, tag=True):
