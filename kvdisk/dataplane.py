@@ -279,7 +279,7 @@ class DataPlane:
             if late:
                 found.append(layout.checksum_keeping_gil(*views))
                 continue
-            # The loop, when a read has come, does not preempt a thread that hashes: it waits for its turn, 3 ms and more.
+            # The loop does not preempt a thread that hashes: when a read has come it waits for its turn, 3 ms and more.
             os.sched_yield()
             start = time.perf_counter()
             found.append(layout.checksum(*views))
