@@ -64,8 +64,11 @@ class Arena(Generic[OwnerT]):
         """
         assert units > 0
         units = -(-units // self._granule) * self._granule
-        run = self._hand
-        if run.owner is not None or run.units < units:  # else the rest of a run that was cut before
+        run, last = self._hand, self._hand.owner
+        if last is not None and run.takeable and not last.used and run.units == units:  # what a sweep would find first
+            evicted.append(last)
+            self.free_units += units
+        elif last is not None or run.units < units:  # else the rest of a run that was cut before
             if not self.may_fit(units):
                 return None
             if not self._fits(units):

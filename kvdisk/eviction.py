@@ -11,7 +11,7 @@ Pure: decides, touches no file.
 from collections.abc import Callable
 
 from kvdisk.index import Index
-from kvdisk.resident import Resident, State
+from kvdisk.resident import CLEAN, Resident
 from kvdisk.segments import Root, Segment, SegmentTable
 from kvdisk.stats import WriterStats
 
@@ -94,7 +94,7 @@ class Eviction:
         resident = self._resident_of(key)
         if resident is None or not resident.is_hit:
             return False
-        if resident.state is State.CLEAN:
+        if resident.state is CLEAN:
             size = resident.live_bytes
             stored = self._stats.bytes_flushed - self._stats.bytes_rewritten
             if self._stats.bytes_rewritten + size > REWRITE_FRACTION_MAX * stored:

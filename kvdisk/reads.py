@@ -18,7 +18,7 @@ from itertools import chain
 from kvdisk.commands import Command, Completion, ReadChunks, ReadItem, SegmentFile
 from kvdisk.index import Extent
 from kvdisk.plan import READ_BYTES_MAX, Wanted, merge_reads
-from kvdisk.resident import Resident, State
+from kvdisk.resident import CLEAN, Resident
 from kvdisk.segments import SegmentTable
 
 READ_BYTES_OUT_MAX = 256 << 20
@@ -173,7 +173,7 @@ class Reads:
         if not completion.late and all(verified):  # almost always
             self._counters["bytes_promoted"] += sum([resident.live_bytes for resident in residents])
             for resident in residents:
-                resident.state = State.CLEAN
+                resident.state = CLEAN
                 self._settle(resident)
             return
         for resident, item, good, error in zip(residents, command.items, verified, errors, strict=True):
@@ -187,5 +187,5 @@ class Reads:
                 self._end(resident)
 
     def _end(self, resident: Resident) -> None:
-        resident.state = State.CLEAN
+        resident.state = CLEAN
         self._settle(resident)

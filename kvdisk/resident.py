@@ -24,6 +24,12 @@ class State(Enum):
     CLEAN = auto()
 
 
+FILLING, LOADING, DIRTY, FLUSHING, CLEAN = State
+HITS = (CLEAN, DIRTY, FLUSHING)
+"""See `Resident.is_hit`. By these names because each is looked at several times a chunk, and an Enum's attribute takes
+a detour."""
+
+
 class Resident:
     """One chunk in one slot.
 
@@ -75,18 +81,14 @@ class Resident:
 
     def can_evict(self) -> bool:
         """Whether the slot may be given up now."""
-        return self.state is State.CLEAN and self.pins == 0
+        return self.state is CLEAN and self.pins == 0
 
     @property
     def awaits_flush(self) -> bool:
         """Whether it is on its way to the disk, or waits for that."""
-        return self.state in (State.DIRTY, State.FLUSHING)
+        return self.state in (DIRTY, FLUSHING)
 
     @property
     def is_hit(self) -> bool:
         """Whether the slot holds the chunk's whole and verified bytes."""
         return self.state in HITS
-
-
-HITS = (State.CLEAN, State.DIRTY, State.FLUSHING)
-"""See `Resident.is_hit`, where a call would cost too much."""

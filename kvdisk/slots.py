@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvdisk.arena import Arena
 from kvdisk.plan import footprint
-from kvdisk.resident import Resident, State
+from kvdisk.resident import CLEAN, Resident
 
 
 class Slots:
@@ -65,9 +65,10 @@ class Slots:
     def settle(self, resident: Resident) -> None:
         """Called whenever a slot may have become reusable, or may be so no more."""
         run = resident.run
-        if run.takeable is not resident.can_evict():
+        is_clean = resident.state is CLEAN
+        if run.takeable is not (is_clean and resident.pins == 0):
             self._arena.note(run)
-        if resident.state is not State.CLEAN:
+        if not is_clean:
             return
         self._on_rest(resident)
         if resident.forgotten and resident.pins == 0 and run.owner is resident:

@@ -26,7 +26,7 @@ from kvdisk.reads import Reads
 from kvdisk.recovery import Recovery
 from kvdisk.replaced import Replaced
 from kvdisk.resets import Resets
-from kvdisk.resident import Resident, State
+from kvdisk.resident import CLEAN, DIRTY, FILLING, LOADING, Resident
 from kvdisk.rotation import SegmentConfig
 from kvdisk.segments import SegmentTable
 from kvdisk.slots import Slots
@@ -151,7 +151,7 @@ class Store:
         if not self.can_reserve(footprint(parts, self.config.alignment).units):
             self.counters["stores_refused_unflushed"] += 1
             return None
-        resident = Resident(key, group, parts, position, parent, State.FILLING)
+        resident = Resident(key, group, parts, position, parent, FILLING)
         if not self._slots.place(resident):
             return None
         resident.unflushed = True
@@ -162,7 +162,7 @@ class Store:
     def commit(self, residents: Iterable[Resident]) -> None:
         """Filled slots become hits and are queued for flushing, neighbours in prefix order."""
         filled = sorted(residents, key=_PREFIX_ORDER)
-        assert all(r.state is State.FILLING for r in filled)
+        assert all(r.state is FILLING for r in filled)
         self.writer.add([r for r in filled if not r.forgotten])
         for resident in filled:
             if resident.forgotten:
@@ -172,12 +172,12 @@ class Store:
     def abandon(self, resident: Resident) -> None:
         """Give back a FILLING slot whose bytes are not to be trusted."""
         self.disown(resident)
-        resident.state = State.CLEAN
+        resident.state = CLEAN
         self._slots.settle(resident)
 
     def disown(self, resident: Resident) -> None:
         """What a FILLING slot will hold is nobody's any more: its key is free again, its slot only after `abandon`."""
-        assert resident.state is State.FILLING
+        assert resident.state is FILLING
         if resident.replaces is not None and not resident.forgotten:
             self._replaced.remember(resident.key, resident.replaces)
         self._forget(resident)
@@ -192,7 +192,7 @@ class Store:
         number = self.index.segment_of(key)
         older = None if number is None else self.table[number].use
         if resident is not None:
-            if resident.state not in (State.DIRTY, State.CLEAN):
+            if resident.state not in (DIRTY, CLEAN):
                 return False
             older = older or resident.replaces
             self._forget(resident)
@@ -211,7 +211,7 @@ class Store:
         assert extent is not None and key not in self._slots.by_key
         parent = self.index.parent_of(key) or b""
         parts = self.parts_of(extent.group, extent.live_bytes)
-        resident = Resident(key, extent.group, parts, position, parent, State.LOADING)
+        resident = Resident(key, extent.group, parts, position, parent, LOADING)
         if not self._slots.place(resident):
             return None
         self._reads.want(resident, extent)
@@ -274,7 +274,7 @@ class Store:
         """Nothing is read or written any more: chunks in slots stay hits, others are misses, and stores are refused."""
         self.disk_is_lost = True
         for resident in list(self._slots.by_key.values()):
-            if resident.state is State.LOADING:
+            if resident.state is LOADING:
                 self._forget(resident)
         self._reads.cancel()
         self._drop_all()
@@ -330,9 +330,9 @@ class Store:
         self._left(resident.key)
         if self.settled is not None:
             self.settled.append(resident.key)
-        if resident.state is State.DIRTY:
+        if resident.state is DIRTY:
             self.writer.discard(resident)
-        elif resident.state is State.CLEAN:
+        elif resident.state is CLEAN:
             self._slots.settle(resident)
 
     def _at_rest(self, resident: Resident) -> None:

@@ -20,7 +20,7 @@ from kvdisk.commands import Command, Completion, PackChunk, WritePack
 from kvdisk.eviction import Eviction
 from kvdisk.index import Extent, Index
 from kvdisk.plan import pack_length, pack_size
-from kvdisk.resident import Resident, State
+from kvdisk.resident import CLEAN, DIRTY, FLUSHING, Resident
 from kvdisk.rotation import Rotation, SegmentConfig
 from kvdisk.segments import NO_SPACE, Root, Segment, SegmentState, SegmentTable
 from kvdisk.stats import WriterStats
@@ -113,7 +113,7 @@ class Writer:
     def add(self, residents: Iterable[Resident]) -> None:
         """Queue complete chunks; neighbours in this order become neighbours on disk."""
         for resident in residents:
-            resident.state = State.DIRTY
+            resident.state = DIRTY
             self._dirty[resident] = None
 
     def discard(self, resident: Resident) -> None:
@@ -213,7 +213,7 @@ class Writer:
             self._keep_in_memory(self._dirty.popitem(last=False)[0])
 
     def _keep_in_memory(self, resident: Resident) -> None:
-        resident.state = State.CLEAN
+        resident.state = CLEAN
         self.stats.chunks_not_flushed += not resident.forgotten
         self._settle(resident)
 
@@ -255,7 +255,7 @@ class Writer:
         segment.sizing = command.id if self._compress else None
         root.inflight_bytes += pack_bytes
         for resident in taken:
-            resident.state = State.FLUSHING
+            resident.state = FLUSHING
             if resident.replaces is not None and resident.replaces != segment.use:
                 segment.older.add(resident.replaces)
         self._packs[command.id] = (command, taken, pack_bytes)
@@ -322,7 +322,7 @@ class Writer:
                 resident.replaces = None
                 entered.append(key)
             offset += stored_bytes or resident.stored_bytes
-            resident.state = State.CLEAN
+            resident.state = CLEAN
             self._settle(resident)
         segment.payload_bytes += entered_bytes
         self.stats.bytes_flushed += entered_bytes
@@ -348,11 +348,11 @@ class Writer:
                 resident.replaces = segment.use  # the disk may have taken it all the same
         for resident in reversed(retry):
             resident.retries += 1
-            resident.state = State.DIRTY
+            resident.state = DIRTY
             self._dirty[resident] = None
             self._dirty.move_to_end(resident, last=False)
         for resident in residents:
-            if resident.state is State.FLUSHING:
+            if resident.state is FLUSHING:
                 resident.pins += int(completion.late)
                 self._keep_in_memory(resident)
 
