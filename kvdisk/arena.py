@@ -111,6 +111,7 @@ class Arena(Generic[OwnerT]):
 
     def keep(self, run: Run[OwnerT]) -> None:
         """To be called when a run that may be taken may no more: `note`, for the commonest case."""
+        assert run.takeable and run.owner is not None
         run.takeable = False
         self._takeable_units -= run.units
 

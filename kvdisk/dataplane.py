@@ -7,10 +7,10 @@ compressed chunks is in compression.py.
 """
 
 import asyncio
+import ctypes
 import errno
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -55,6 +55,9 @@ milliseconds where the threads that hash packs have the cores."""
 
 _SHORT_BYTES, _SHORT_CHUNKS = 1 << 20, 64
 """The most that a command may have to be hashed beside long ones and not behind them."""
+
+# os.sched_yield gives up the GIL, which beside a thread that is busy in Python takes a switch interval to get back.
+_keeps_gil = ctypes.PyDLL(None)
 
 _HASH_BYTES_PER_S = 1e9
 _GIL_WAIT_S = 1e-3
@@ -280,7 +283,7 @@ class DataPlane:
                 found.append(layout.checksum_keeping_gil(*views))
                 continue
             # The loop does not preempt a thread that hashes: when a read has come it waits for its turn, 3 ms and more.
-            os.sched_yield()
+            _keeps_gil.sched_yield()
             start = time.perf_counter()
             found.append(layout.checksum(*views))
             late = time.perf_counter() - start > _GIL_WAIT_S + sum(map(len, views)) / _HASH_BYTES_PER_S

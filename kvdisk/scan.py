@@ -40,12 +40,12 @@ from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 
 logger = logging.getLogger("kvdisk")
 
-_BATCHES = 3
-_BATCH_FILES = 64
+_BATCHES = 6
+_BATCH_FILES = 32
 """Files that are opened together, in one thread's call, while those of other batches are being read: a thread for each
 would cost more than all else that is done for it."""
 
-_LANES = 12
+_LANES = 8
 """Files of a batch that are read at a time."""
 
 _HEADER_GUESS_BYTES = 64 << 10
@@ -128,11 +128,11 @@ class Scanner:
         batches = iter(range(0, len(paths), _BATCH_FILES))
 
         async def lane(files: Iterator[tuple[SegmentFile, str]]) -> None:
-            for file, path in files:  # shared: a disk that hangs for one lane's file keeps no other from the rest
+            for file, path in files:  # shared: who waits for a file keeps no other lane from the rest of the batch
                 await take(await self._find_one(file, path))
 
         async def work() -> None:
-            for first in batches:  # shared, too
+            for first in batches:  # shared: a disk that hangs for one batch keeps no other from the rest
                 files = paths[first : first + _BATCH_FILES]
                 await self._files.prepare(files)
                 rest = iter(files)

@@ -59,7 +59,7 @@ class Store:
 
     Attributes that are calls, bound once because each runs for every key of every lookup:
         resident: of a key, whatever its state; None if it has none.
-        pin: keep the slot of a resident until the matching `unpin`.
+        pin, unpin: keep the slot of a resident, until the matching `unpin`.
     """
 
     def __init__(self, config: StoreConfig, rng: Random) -> None:

@@ -1,6 +1,6 @@
 """Which piece of which transfer goes to the engine next: order, and what may be in flight. Pure.
 
-- At most `inflight_bytes_max` bytes and `iodepth` pieces are in flight.
+- At most `inflight_bytes_max` bytes and `iodepth` ops are in flight.
 - Reads go before writes: a request waits for a read, nobody waits for a write. Writes never starve: after
   `_READ_PIECES_A_WRITE` pieces' worth of reads have overtaken a waiting write, one piece of a write goes.
 - Within a direction, short transfers, of a piece's bytes, go before long ones: a request that wants one chunk does not
@@ -11,7 +11,8 @@
 A read's latency is made of what it meets in the device. So while there are reads, writes have two pieces in flight, or
 where more is being read a quarter of all, else everything: files that were never written before need it
 (docs/performance.md), and only the first read after a while meets it. And while there are short reads, long ones have
-eight pieces in flight, which keep a disk busy, else everything. "While" is until `QUIET_S` after the last one.
+eight pieces in flight, which keep a disk busy, else everything. "While" is until `QUIET_S` after the last was issued.
+A piece is here `piece_bytes`, whatever ops a transfer is cut into.
 """
 
 import asyncio
@@ -169,6 +170,11 @@ class Order:
         job.short = job.total <= self._piece_bytes
         (lanes.short if job.short else lanes.long).append(job)
 
+    @property
+    def has_queued(self) -> bool:
+        """Whether something may wait to be issued."""
+        return bool(self.write_queue_bytes or self._reads.short or self._reads.long)
+
     def take(self, now: float) -> list[Piece]:
         """The pieces that may go now, which count as in flight from now on."""
         taken: list[Piece] = []
@@ -241,7 +247,9 @@ class Order:
         overtake = self._reads_a_write_bytes - self._overtaken_bytes
         if write is not None and overtake <= 0:
             return write, 0
-        return read, read_room if write is None else min(read_room, overtake)
+        return read, min(
+            read_room, max(0, overtake)
+        )  # also of a write without room: what is taken now may give it some
 
     def _issue(self, job: Job, count: int, size: int, now: float) -> None:
         """Count pieces of `job` as in flight."""

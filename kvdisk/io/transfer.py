@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdisk.io.errnos import Meaning, classify
-from kvdisk.io.order import Job, Order, Piece
+from kvdisk.io.order import QUIET_S, Job, Order, Piece
 from kvdisk.io.protocol import Engine, OpKind, Span
 from kvdisk.io.spans import cut, merged, skip
 
@@ -94,6 +94,7 @@ class Transfer:
         self._order = Order(engine.iodepth, piece_bytes, inflight_bytes_max)
         self._unfinished: dict[Job, None] = {}  # by deadline, for all have the same time
         self._timer: asyncio.TimerHandle | None = None
+        self._quiet: asyncio.TimerHandle | None = None
         self._pumping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         engine.after_done = self._pump
@@ -195,6 +196,13 @@ class Transfer:
                 self._submit(pieces)
         finally:
             self._pumping = False
+        if self._quiet is None and self._order.has_queued:
+            self._quiet = self._loop.call_later(QUIET_S, self._on_quiet)
+
+    def _on_quiet(self) -> None:
+        """What waited may go by now, even if nothing has ended since: all that is in flight may hang."""
+        self._quiet = None
+        self._pump()
 
     def _submit(self, pieces: list[Piece]) -> None:
         self.counts.ops += len(pieces)
@@ -302,6 +310,7 @@ class Transfer:
                 break
             del self._unfinished[job]
             self._expire(job)
+        self._pump()  # what is late keeps nobody from a share any more
 
     def _expire(self, job: Job) -> None:
         """Past the deadline: what was not issued never will be, and what was is waited for by `settled`."""
