@@ -41,9 +41,8 @@ from kvdisk.instance import Instance
 from kvdisk.io.protocol import Engine, Memory, Span
 from kvdisk.io.transfer import Transfer, TransferLateError
 from kvdisk.open_files import OpenFiles
-from kvdisk.plan import Footprint, footprint, pack_size
+from kvdisk.plan import PACK_BYTES_MAX, Footprint, footprint, pack_size
 from kvdisk.units import UNIT_BYTES
-from kvdisk.writer import PACK_BYTES_MAX
 
 logger = logging.getLogger("kvdisk")
 

@@ -8,6 +8,14 @@ from kvdisk import layout
 from kvdisk.commands import ReadItem
 from kvdisk.units import UNIT_BYTES, round_up
 
+PACK_BYTES_MAX = 16 << 20
+"""Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
+
+PACKS_INFLIGHT = 6
+"""A root: some are on their way while others are hashed for the time after, and the two planes take a while to hear of
+each other. With few or large ones the disk had nothing to do for a fifth of the time (docs/performance.md); what waits
+meanwhile makes the next pack larger."""
+
 READ_BYTES_MAX = 16 << 20
 """Bytes of one read command. Large enough that its cost does not count, small enough that a long prefix arrives in
 steps: chunks of the first command are hits while the last is still being read."""

@@ -35,8 +35,8 @@ from kvdisk.commands import (
 from kvdisk.io.protocol import Memory, Span
 from kvdisk.io.transfer import TransferLateError
 from kvdisk.layout import Pack, SegmentHeader
+from kvdisk.plan import PACK_BYTES_MAX, PACKS_INFLIGHT
 from kvdisk.units import MIB, round_up
-from kvdisk.writer import PACK_BYTES_MAX, PACKS_INFLIGHT
 
 logger = logging.getLogger("kvdisk")
 

@@ -19,19 +19,11 @@ from kvdisk import layout
 from kvdisk.commands import Command, Completion, PackChunk, WritePack
 from kvdisk.eviction import Eviction
 from kvdisk.index import Extent, Index
-from kvdisk.plan import pack_length, pack_size
+from kvdisk.plan import PACK_BYTES_MAX, PACKS_INFLIGHT, pack_length, pack_size
 from kvdisk.resident import CLEAN, DIRTY, FLUSHING, Resident
 from kvdisk.rotation import Rotation, SegmentConfig
 from kvdisk.segments import NO_SPACE, Root, Segment, SegmentState, SegmentTable
 from kvdisk.stats import WriterStats
-
-PACK_BYTES_MAX = 16 << 20
-"""Chunks of one batch up to this size lie together; larger packs gain no bandwidth and lose more to a torn write."""
-
-PACKS_INFLIGHT = 6
-"""A root: some are on their way while others are hashed for the time after, and the two planes take a while to hear of
-each other. With few or large ones the disk had nothing to do for a fifth of the time (docs/performance.md); what waits
-meanwhile makes the next pack larger."""
 
 
 class Writer:
