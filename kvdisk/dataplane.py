@@ -7,10 +7,10 @@ compressed chunks is in compression.py.
 """
 
 import asyncio
-import ctypes
 import errno
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -55,9 +55,6 @@ milliseconds where the threads that hash packs have the cores."""
 _SHORT_BYTES, _SHORT_CHUNKS = 1 << 20, 64
 """The most that a command may have to be hashed beside long ones and not behind them."""
 
-# os.sched_yield gives up the GIL, which beside a thread that is busy in Python takes a switch interval to get back.
-_keeps_gil = ctypes.PyDLL(None)
-
 _HASH_BYTES_PER_S = 1e9
 _GIL_WAIT_S = 1e-3
 """A hash this much later than at a slow machine's speed has waited for the GIL; see `DataPlane._hash`."""
@@ -82,6 +79,7 @@ class DataPlane:
         timeout_s: after which a call on a file (open, create, remove, the epoch) is late.
         call: runs such a call.
         checksums: False turns hashing off, for measurements only: nothing would be verified.
+        is_alone: whether the process does nothing else, so that nobody keeps the GIL from who gives it up.
     """
 
     def __init__(
@@ -96,6 +94,7 @@ class DataPlane:
         timeout_s: float = 30.0,
         call: FileCall = call_in_thread,
         checksums: bool = True,
+        is_alone: bool = False,
     ) -> None:
         self._directories = directories
         self._units = units
@@ -106,6 +105,7 @@ class DataPlane:
         self._timeout_s = timeout_s
         self._call = call
         self._checksums = checksums
+        self._is_alone = is_alone
         self.bounce = BouncePool()
         self.threads = HashThreads.start()
         places = [(one.memory, one.start) for one in units]
@@ -281,8 +281,10 @@ class DataPlane:
             if late:
                 found.append(layout.checksum_keeping_gil(*views))
                 continue
-            # The loop does not preempt a thread that hashes: when a read has come it waits for its turn, 3 ms and more.
-            _keeps_gil.sched_yield()
+            if (
+                self._is_alone
+            ):  # the loop does not preempt a thread that hashes: a read that has come waits 3 ms and more
+                os.sched_yield()
             start = time.perf_counter()
             found.append(layout.checksum(*views))
             late = time.perf_counter() - start > _GIL_WAIT_S + sum(map(len, views)) / _HASH_BYTES_PER_S

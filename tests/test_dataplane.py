@@ -54,3 +54,20 @@ def test_a_short_read_is_not_verified_behind_long_ones(size: int) -> None:
         assert await sim.get(b"short") == value(b"short", 0, size)
 
     run(work())
+
+
+@pytest.mark.parametrize(("is_alone", "yields"), [(True, 3), (False, 0)])
+def test_who_hashes_lets_others_run_after_each_chunk_where_that_costs_no_wait_for_the_gil(
+    is_alone: bool, yields: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        sim = await opened()
+        sim.plane._is_alone = is_alone
+        yielded: list[None] = []
+        monkeypatch.setattr("kvdisk.dataplane.os.sched_yield", lambda: yielded.append(None))
+        for key in (b"a", b"b", b"c"):
+            assert await sim.put(key, value(key, 0, 600 * KIB))
+        await sim.flush()
+        assert len(yielded) == yields
+
+    run(work())

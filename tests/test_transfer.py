@@ -726,6 +726,19 @@ async def test_what_a_late_write_still_holds_takes_nothing_of_what_others_may_ha
     rig.engine.release()
 
 
+async def test_what_waits_for_a_time_without_reads_goes_when_it_comes_though_nothing_ends(memory):
+    """One disk that hangs must not keep packs of another waiting until its deadline."""
+    rig = Rig(memory, [Fault("write", never=True, count=2)])
+    await rig.transfer.read(rig.fd, 0, [rig.span(0, 64 * KIB)])
+    hung = asyncio.ensure_future(rig.transfer.write(rig.fd, 0, [rig.span(0, 2 * 64 * KIB)]))
+    await turns(2)
+    rig.engine.faults = ()
+    await asyncio.wait_for(rig.transfer.write(rig.fd, MIB, [rig.span(2 * MIB, 256 * KIB)]), 20)
+    assert not hung.done()
+    rig.engine.release()
+    await hung
+
+
 def queue(order, kind, count):
     """Queue a transfer of `count` pieces of 64 KiB."""
     job = Job(kind, 0, count * 64 * KIB, None, 0.0, None)

@@ -29,7 +29,7 @@ class Backend:
         options: of the store.
         units: see DataPlane.
         report: called on the loop with every completion.
-        checksums: see DataPlane.
+        checksums, is_alone: see DataPlane.
 
     Attributes:
         engine, plane: once started, and once opened.
@@ -42,11 +42,13 @@ class Backend:
         report: Callable[[Completion], None],
         *,
         checksums: bool = True,
+        is_alone: bool = False,
     ) -> None:
         self._options = options
         self._units = units
         self._report = report
         self._checksums = checksums
+        self._is_alone = is_alone
         self.engine: Engine | None = None
         self.plane: DataPlane | None = None
 
@@ -89,6 +91,7 @@ class Backend:
             self._report,
             timeout_s=self._options.io_timeout_s,
             checksums=self._checksums,
+            is_alone=self._is_alone,
         )
 
     async def open(self, instances: Sequence[Instance], config: StoreConfig, take: Take) -> int:

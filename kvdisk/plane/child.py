@@ -127,7 +127,7 @@ class _Server:
         for fd, size, start in request.units:
             units.append(Units(map_shared_memory(fd, size), start))
             os.close(fd)
-        self._backend = Backend(request.options, units, self._report, checksums=request.checksums)
+        self._backend = Backend(request.options, units, self._report, checksums=request.checksums, is_alone=True)
         alignment = await self._backend.start()
         self._info = self._backend.info
         self._send(Started(alignment, self._info))
