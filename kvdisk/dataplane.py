@@ -281,9 +281,7 @@ class DataPlane:
             if late:
                 found.append(layout.checksum_keeping_gil(*views))
                 continue
-            if (
-                self._is_alone
-            ):  # the loop does not preempt a thread that hashes: a read that has come waits 3 ms and more
+            if self._is_alone:  # or the loop, which does not preempt this thread, waits 3 ms for a core and more
                 os.sched_yield()
             start = time.perf_counter()
             found.append(layout.checksum(*views))

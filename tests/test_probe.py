@@ -12,9 +12,10 @@ from kvdisk.errors import EngineUnavailableError
 from kvdisk.io import probe
 from kvdisk.io.posix import PosixEngine
 from kvdisk.io.probe import Alignment, choose_engine, file_alignment
-from kvdisk.io.ring import Ring
+from kvdisk.io.ring import Ring, load_binding
 from kvdisk.io.uring import UringEngine
 from kvdisk.memory import private_memory
+from tests.machine import allows_io_uring
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +42,8 @@ def warnings(caplog):
     return [row.getMessage() for row in caplog.records if row.levelno >= logging.WARNING]
 
 
-def io_uring_works():
-    try:
-        Ring(probe_binding(), 2).close()
-    except (EngineUnavailableError, OSError):
-        return False
-    return True
-
-
-def probe_binding():
-    from kvdisk.io.ring import load_binding
-
-    return load_binding()
-
-
 async def test_auto_takes_io_uring_where_it_works_and_warns_of_nothing(choose, memory, tmp_path, caplog):
-    if not io_uring_works():
+    if not allows_io_uring():
         pytest.skip("the kernel refuses io_uring")
     caplog.set_level(logging.INFO, "kvdisk")
     chosen = await choose(str(tmp_path), memories=[memory])
@@ -260,7 +247,7 @@ asyncio.run(main())
     assert lines[-1] == "posix"
     (warning,) = [line for line in lines if line.startswith("WARNING")]
     try:
-        probe_binding()
+        load_binding()
     except EngineUnavailableError:
         assert "pip install" in warning
     else:

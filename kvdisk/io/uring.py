@@ -36,8 +36,8 @@ _DISABLED: Final = "/proc/sys/kernel/io_uring_disabled"
 _RETRY_S: Final = 0.001
 _FIXED_FAILURES_MAX: Final = 3
 _TRANSIENT: Final = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
-# What kernels with faulty registered buffers answer for a request that is fine without them (axboe/liburing#994).
 _WRITE: Final = OpKind.WRITE  # looked up for each op: an Enum's attribute takes a detour
+# What kernels with faulty registered buffers answer for a request that is fine without them (axboe/liburing#994).
 _FIXED_SUSPECT: Final = (-errno.EFAULT, -errno.EIO, -errno.EINVAL, -errno.EOPNOTSUPP)
 
 # Ops in flight at close, never given back by the kernel: their memory must not be freed as long as the process lives.
@@ -302,10 +302,7 @@ class UringEngine(FileCalls):
             flight.step = flight.SYNC if flight.op.kind is _WRITE else flight.DROP
             self._queue.appendleft(flight)
             return
-        try:
-            flight.op.done(result)
-        except Exception as error:
-            self._failed(error)
+        self._done(flight.op, result)
 
     def _left_cache(self, flight: _Flight, result: int) -> None:
         """One step of taking a buffered transfer out of the page cache is over; see `files.drop_cached`."""
@@ -318,13 +315,9 @@ class UringEngine(FileCalls):
     def _done(self, op: Op, result: int) -> None:
         try:
             op.done(result)
-        except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        """A bug of one owner must not lose the completions of the others."""
-        assert self._loop is not None
-        self._loop.call_exception_handler({"message": "done() of an op failed", "exception": error})
+        except Exception as error:  # a bug of one owner must not lose the completions of the others
+            assert self._loop is not None
+            self._loop.call_exception_handler({"message": "done() of an op failed", "exception": error})
 
     def _count_fixed_failure(self) -> None:
         self.fixed_failures += 1

@@ -1,0 +1,42 @@
+"""What this machine can do, asked of the kernel and not of the code under test: a test may skip only for that."""
+
+import ctypes
+import fcntl
+import os
+import platform
+import re
+from pathlib import Path
+
+_IO_URING_SETUP = 425  # on every architecture, <asm-generic/unistd.h>
+_PARAMS_BYTES = 120  # struct io_uring_params, <linux/io_uring.h>
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def allows_io_uring() -> bool:
+    """Whether a ring can be set up, on a machine that the binding has wheels for."""
+    if platform.machine() != "x86_64":
+        return False
+    fd = _libc.syscall(_IO_URING_SETUP, 2, ctypes.byref(ctypes.create_string_buffer(_PARAMS_BYTES)))
+    if fd >= 0:
+        os.close(fd)
+    return bool(fd >= 0)
+
+
+def has_leases(path: Path) -> bool:
+    """Whether the file system of `path`, an existing file, grants a read lease."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def collapses_shared_pages() -> bool:
+    """Whether shared memory can be made huge after it was touched: MADV_COLLAPSE, Linux 6.1."""
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return version >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").is_dir()
