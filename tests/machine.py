@@ -21,6 +21,13 @@ def allows_io_uring() -> bool:
     return bool(fd >= 0)
 
 
+def has_avx512_bf16() -> bool:
+    """Whether the processor has what vLLM's full CPU kernels need. On others it loads kernels that lack operations, and
+    chooses other block sizes for some models."""
+    cpu = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return cpu is not None and "avx512_bf16" in cpu[1].split()
+
+
 def has_leases(path: Path) -> bool:
     """Whether the file system of `path`, an existing file, grants a read lease."""
     fd = os.open(path, os.O_RDONLY)

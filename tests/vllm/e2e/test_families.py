@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from kvdisk.cli.segment_files import chunks_of, files_of, flip_byte
+from tests.machine import has_avx512_bf16
 from tests.vllm.e2e.engine import Server, Site, cached, outputs
 from tests.vllm.e2e.outputs import Outputs, Recurrent, Runs
 from tests.vllm.e2e.shims import TRITON_INTERPRETED
@@ -91,6 +92,7 @@ class TestQwen3Next(Recurrent):
 
     model = "qwen3_next"
     prompt_tokens = 1380
+    row_of_avx512_bf16 = True
 
 
 class TestQwen35Moe(Recurrent):
@@ -99,6 +101,7 @@ class TestQwen35Moe(Recurrent):
     model = "qwen3_5_moe"
     prompt_tokens = 1380
     shims = ("torchvision",)
+    row_of_avx512_bf16 = True
 
 
 class TestNemotronH(Recurrent):
@@ -110,6 +113,7 @@ class TestNemotronH(Recurrent):
     engine: ClassVar = {"max_num_batched_tokens": 128}
 
 
+@pytest.mark.skipif(not has_avx512_bf16(), reason="vLLM's kernels for this processor lack convert_weight_packed")
 class TestDeepseekV4(Outputs):
     """Five groups in packed blocks of 4 to 256 tokens. Interpreted in part, hence fewer tokens to compute."""
 
